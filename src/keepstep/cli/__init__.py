@@ -1,0 +1,1 @@
+"""The command `keepstep`: words in, words out; nothing is decided here."""

@@ -1,0 +1,44 @@
+"""`keepstep config show|check CONFIG [overrides]`: look at a config; needs no torch."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from keepstep.config.resolved import dump_toml
+from keepstep.errors import UsageError
+from keepstep.tasks.registry import load_task_config
+
+_USAGE = """\
+usage: keepstep config show CONFIG [--json] [--section.key=value ...]
+       keepstep config check CONFIG [--json] [--section.key=value ...]
+
+show    print the config as it resolves: files, what they extend, overrides, defaults
+check   list everything that is wrong, with line, allowed values and a suggestion
+"""
+
+
+def run_config(argv: Sequence[str]) -> int:
+    """Show or check a config; return the exit code."""
+    verbs: dict[str, Callable[[Sequence[str], bool], int]] = {"show": _show, "check": _check}
+    words = [word for word in argv if word != "--json"]
+    if not words or {"-h", "--help"} & set(words):
+        print(_USAGE, end="")
+        return 0 if words else UsageError.exit_code
+    verb, *rest = words
+    if verb not in verbs:
+        raise UsageError(f"there is no command `keepstep config {verb}`", hint=_USAGE)
+    if not rest or rest[0].startswith("--"):
+        raise UsageError(f"`keepstep config {verb}` needs a config file first", hint=_USAGE)
+    return verbs[verb](rest, "--json" in argv)
+
+
+def _show(words: Sequence[str], as_json: bool) -> int:
+    config = load_task_config(words[0], words[1:]).config
+    print(json.dumps(asdict(config), indent=2) if as_json else dump_toml(config).rstrip())
+    return 0
+
+
+def _check(words: Sequence[str], as_json: bool) -> int:
+    loaded = load_task_config(words[0], words[1:])
+    print(json.dumps({"ok": True}) if as_json else f"{loaded.path}: nothing is wrong")
+    return 0

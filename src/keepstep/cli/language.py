@@ -1,0 +1,99 @@
+"""`keepstep language prepare|generate`: token files from text, and text from a model."""
+
+import json as json_format
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from keepstep.cli.parse import dispatch
+from keepstep.errors import UsageError
+
+
+def run_language(argv: Sequence[str]) -> int:
+    """Prepare or generate; return the exit code."""
+    return dispatch("language", {"prepare": prepare, "generate": generate}, argv)
+
+
+def prepare(
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    *,
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])],
+    vocab_size: int = 2048,
+    tokenizer: Path | None = None,
+    valid_share: float = 0.05,
+) -> int:
+    """Make a folder of token files from text files, for `data.source`.
+
+    Args:
+        files: Text files, in UTF-8.
+        output: Folder to make; it must not be there yet.
+        vocab_size: Size of the vocabulary of the tokenizer that is trained on the text.
+        tokenizer: Folder with a tokenizer.json to use in place of a trained one.
+        valid_share: Share of the text that is held out for evaluation.
+    """
+    from keepstep.tasks.language.prepare import prepare as prepare_texts
+    from keepstep.tasks.language.prepare import read_texts
+    from keepstep.tasks.language.tokens import open_tokens
+
+    if not files:
+        raise UsageError("`keepstep language prepare` needs text files")
+    if not 0 < valid_share < 1:
+        raise UsageError(f"--valid-share must be between 0 and 1, not {valid_share}")
+    if output.exists():
+        raise UsageError(f"{output} is there already", hint="Choose another folder.")
+    prepare_texts(
+        read_texts(files),
+        output,
+        vocab_size=vocab_size,
+        valid_share=valid_share,
+        tokenizer=tokenizer,
+    )
+    made = open_tokens(output)
+    counts = ", ".join(f"{len(part):,} tokens to {name}" for name, part in made.parts.items())
+    print(f"{output}: {counts}; vocabulary of {made.vocab_size:,}")
+    return 0
+
+
+def generate(
+    run: Annotated[Path, tyro.conf.Positional],
+    *,
+    prompt: str,
+    max_tokens: int = 64,
+    temperature: float = 0.8,
+    seed: int = 0,
+    checkpoint: str = "best",
+    json: bool = False,
+) -> int:
+    """Write text with a run's model.
+
+    Args:
+        run: Folder of the run.
+        prompt: Text to begin with.
+        max_tokens: Number of tokens to add at most.
+        temperature: Randomness of the choice; 0 takes the likeliest token.
+        seed: Seed of the choice.
+        checkpoint: Which one: best (latest where there is none), latest, or a step.
+        json: Print JSON.
+    """
+    from keepstep.tasks.language.generate import generate_text
+
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens must be at least 1, not {max_tokens}")
+    if temperature < 0:
+        raise UsageError(f"--temperature must be at least 0, not {temperature}")
+    text, used = generate_text(
+        run,
+        checkpoint=checkpoint,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    if json:
+        found = {"prompt": prompt, "text": text, "checkpoint": used}
+        print(json_format.dumps(found, indent=2))
+    else:
+        print(text)
+    return 0

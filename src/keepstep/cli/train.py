@@ -1,0 +1,60 @@
+"""`keepstep train CONFIG`: start the run, or continue it."""
+
+from collections.abc import Sequence
+
+from keepstep.errors import UsageError
+from keepstep.run.stop import StopRequests
+
+_USAGE = "keepstep train CONFIG [--quiet] [--section.key=value ...]"
+
+
+def run_train(argv: Sequence[str]) -> int:
+    """Train as `argv` (CONFIG, overrides, `--quiet`) says; return the exit code."""
+    if {"-h", "--help"} & set(argv):
+        return _help(argv)
+    if not argv or argv[0].startswith("--"):
+        raise UsageError("`keepstep train` needs a config file first", hint=f"usage: {_USAGE}")
+    with StopRequests() as stop:
+        # Below the handlers, because importing torch takes seconds in which a signal may come.
+        from keepstep.config.quantities import seconds
+        from keepstep.tasks.registry import load_task_config
+
+        overrides = [word for word in argv[1:] if word != "--quiet"]
+        config = load_task_config(argv[0], overrides).config
+        stop.set_grace(seconds(config.run.grace))
+
+        from keepstep.report.console import Console
+        from keepstep.train import train
+
+        hooks = [Console(quiet="--quiet" in argv)]
+        return train(config, stop=stop, hooks=hooks).exit_code
+
+
+def _help(argv: Sequence[str]) -> int:
+    """Print every flag, from the schema of the task that the config names."""
+    import tyro
+
+    from keepstep.config.schema import CheckpointConfig, DenseWindowConfig
+    from keepstep.tasks.registry import config_class, load_task_config
+
+    named = argv[0] if not argv[0].startswith("-") else ""
+    task = load_task_config(named, []).config.task if named else "language"
+    schema = config_class(task)
+    # The window's own flags show only where there is a window to show them of.
+    window = DenseWindowConfig(start=0, stop=0)
+    shown = schema(checkpoint=CheckpointConfig(dyn_ckpt_window=window))
+    try:
+        tyro.cli(
+            schema,
+            prog=_USAGE,
+            description="Start the run that CONFIG describes, or continue it: always the same"
+            " command. Every key of the config is a flag, written --a.b=c or --a.b c; --quiet"
+            " shows only what matters.",
+            default=shown,
+            args=["--help"],
+            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+            use_underscores=True,
+        )
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    raise AssertionError("tyro leaves after the help")

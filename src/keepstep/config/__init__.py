@@ -1,0 +1,1 @@
+"""The config: its schema, its checks, and how it is loaded. Imports no torch."""

@@ -1,0 +1,131 @@
+"""What must hold between the fields of a config, beyond their types. Pure; needs no torch."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keepstep.config.explain import Problem
+from keepstep.config.schema import Config
+
+_HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_Found = Iterator[tuple[str, str]]
+
+
+def cross_checks(config: Config) -> list[Problem]:
+    """Return everything that cannot be meant, each at the path where it is to be mended."""
+    return _problems(config, [_ranges, _hooks, _train, _schedule, _checkpoint])
+
+
+def single_checks(config: Config) -> list[Problem]:
+    """Return what of single fields cannot be meant, whatever the others are."""
+    return _problems(config, [_ranges, _hooks])
+
+
+def _problems(config: Config, checks: list[Callable[[Config], _Found]]) -> list[Problem]:
+    return [
+        Problem(path=path, message=message) for check in checks for path, message in check(config)
+    ]
+
+
+def _ranges(config: Config) -> _Found:
+    """Hold single numbers to their bounds."""
+    bounds: list[tuple[str, Any, float, float]] = [
+        ("run.seed", config.run.seed, 0, 2**63 - 1),
+        ("train.max_steps", config.train.max_steps, 1, 2**53),
+        ("train.global_batch", config.train.global_batch, 1, 2**31),
+        ("train.micro_batch", config.train.micro_batch, 0, 2**31),
+        ("train.grad_clip", config.train.grad_clip, 0, float("inf")),
+        ("train.log_interval", config.train.log_interval, 1, 2**53),
+        ("optimizer.weight_decay", config.optimizer.weight_decay, 0, 10),
+        ("optimizer.momentum", config.optimizer.momentum, 0, 1),
+        ("schedule.warmup_steps", config.schedule.warmup_steps, 0, 2**53),
+        ("schedule.decay_steps", config.schedule.decay_steps, 0, 2**53),
+        ("schedule.floor", config.schedule.floor, 0, 1),
+        ("schedule.cycles", config.schedule.cycles, 1, 2**31),
+        ("schedule.damping", config.schedule.damping, 0, 1),
+        ("evaluation.interval", config.evaluation.interval, 0, 2**53),
+        ("evaluation.batches", config.evaluation.batches, 1, 2**53),
+        ("checkpoint.interval", config.checkpoint.interval, 0, 2**53),
+        ("checkpoint.keep_last_n", config.checkpoint.keep_last_n, 0, 2**31),
+        ("checkpoint.keep_best_n", config.checkpoint.keep_best_n, 0, 2**31),
+        ("checkpoint.keep_every", config.checkpoint.keep_every, 0, 2**53),
+        ("checkpoint.save_retries", config.checkpoint.save_retries, 0, 100),
+        ("nonfinite.max_consecutive", config.nonfinite.max_consecutive, 1, 2**53),
+    ]
+    for path, value, low, high in bounds:
+        if not low <= value <= high:
+            limit = f"at least {low:g}" if value < low else f"at most {high:g}"
+            yield path, f"must be {limit}, not {value}"
+    for name in ("rate", "adamw_rate", "eps"):
+        value = getattr(config.optimizer, name)
+        if not value > 0:
+            yield f"optimizer.{name}", f"must be greater than 0, not {value}"
+    for name in ("beta1", "beta2"):
+        value = getattr(config.optimizer, name)
+        if not 0 <= value < 1:
+            yield f"optimizer.{name}", f"must be at least 0 and less than 1, not {value}"
+
+
+def _train(config: Config) -> _Found:
+    train = config.train
+    if train.micro_batch > 0 and train.global_batch % train.micro_batch:
+        yield (
+            "train.micro_batch",
+            f"{train.micro_batch} does not divide train.global_batch ({train.global_batch})",
+        )
+    nesterov_needs = config.optimizer.name == "sgd" and config.optimizer.nesterov
+    if nesterov_needs and config.optimizer.momentum == 0:
+        yield "optimizer.nesterov", "needs a momentum greater than 0; set it to false"
+
+
+def _schedule(config: Config) -> _Found:
+    """A schedule that cannot do what its numbers say is an error."""
+    schedule, steps = config.schedule, config.train.max_steps
+    if schedule.decay_steps and schedule.name != "wsd":
+        yield (
+            "schedule.decay_steps",
+            f"means nothing for {schedule.name!r}; it is the length of wsd's decay",
+        )
+    if schedule.name == "wsd" and schedule.decay_steps == 0:
+        yield "schedule.decay_steps", "wsd needs the length of its decay"
+    tail = schedule.decay_steps if schedule.name == "wsd" else 1
+    if schedule.name != "constant" and schedule.warmup_steps + tail > steps:
+        yield (
+            "schedule.warmup_steps",
+            f"{schedule.warmup_steps} steps of warm-up leave no room for the decay"
+            f" ({tail}) within train.max_steps ({steps})",
+        )
+    if schedule.name == "constant" and schedule.warmup_steps > steps:
+        yield "schedule.warmup_steps", f"is longer than train.max_steps ({steps})"
+    if schedule.name == "cosine_restarts" and schedule.cycles > steps - schedule.warmup_steps:
+        yield "schedule.cycles", f"{schedule.cycles} cycles do not fit into the steps after warm-up"
+    last_peak = schedule.damping ** (schedule.cycles - 1) if schedule.cycles >= 1 else 1.0
+    if schedule.name == "cosine_restarts" and last_peak < schedule.floor:
+        yield (
+            "schedule.damping",
+            f"the peak of the last cycle ({last_peak:g}) lies below schedule.floor"
+            f" ({schedule.floor:g})",
+        )
+
+
+def _checkpoint(config: Config) -> _Found:
+    checkpoint = config.checkpoint
+    wish = checkpoint.on_resume
+    if wish not in ("newest", "fresh") and not (wish.isascii() and wish.isdecimal()):
+        yield "checkpoint.on_resume", f"must be newest, fresh or a step number, not {wish!r}"
+    window = checkpoint.dyn_ckpt_window
+    if window is None:
+        return
+    if window.start < 0:
+        yield "checkpoint.dyn_ckpt_window.start", f"must be at least 0, not {window.start}"
+    if window.stop < window.start:
+        yield (
+            "checkpoint.dyn_ckpt_window.stop",
+            f"{window.stop} lies before the window's start ({window.start})",
+        )
+
+
+def _hooks(config: Config) -> _Found:
+    for name in config.run.hooks:
+        if not _HOOK.fullmatch(name):
+            yield "run.hooks", f"{name!r} is not of the form module:Class"

@@ -1,0 +1,98 @@
+"""From TOML files and overrides to one checked, frozen config.
+
+Guarantees: everything that is wrong is said at once, before anything starts, each with where it
+stands (file and line, or the flag), what is allowed and, for a name, what was probably meant.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep.config.checks import cross_checks, single_checks
+from keepstep.config.explain import Problem, Sources, explain
+from keepstep.config.overrides import apply_overrides
+from keepstep.config.schema import Config
+from keepstep.config.validate import validate
+from keepstep.errors import ConfigError, NotFound
+
+EXTENDS = "extends"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A config and where it came from."""
+
+    config: Config
+    path: Path
+
+
+def load_config(
+    path: Path | str,
+    overrides: Sequence[str],
+    *,
+    schema_of: Callable[[str], type[Config]],
+    checks_of: Callable[[Config], Sequence[Problem]],
+) -> Loaded:
+    """Load a config; ConfigError lists all problems, NotFound says which file is missing.
+
+    ``schema_of`` gives the config class of a task's name, ``checks_of`` the task's own checks.
+    """
+    place = Path(path)
+    sources = Sources()
+    tree = _read(place, sources, chain=())
+    problems = apply_overrides(tree, overrides, sources)
+    task = tree.get("task", "language")
+    try:
+        schema = schema_of(task if isinstance(task, str) else repr(task))
+    except ConfigError as error:
+        raise ConfigError([f"{sources.where('task')}: {error.message}"]) from error
+    config, found = validate(schema, tree)
+    problems += found
+    if config is not None:
+        # Checks between fields would judge the defaults that stand in for wrong values.
+        checked = [*(single_checks(config) if problems else cross_checks(config))]
+        wrong = {problem.path for problem in problems}
+        problems += [p for p in [*checked, *checks_of(config)] if p.path not in wrong]
+    if problems:
+        raise ConfigError(explain(problems, sources))
+    assert config is not None, "a config without problems was built"
+    return Loaded(config=config, path=place)
+
+
+def _read(path: Path, sources: Sources, *, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the tree of a file over the tree of what it extends."""
+    if path.resolve() in chain:
+        names = " -> ".join(item.name for item in (*chain, path))
+        raise ConfigError([f"{path}: {EXTENDS!r} goes round in a circle: {names}"])
+    try:
+        text = path.read_text()
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"there is no config file {path}",
+            hint="The first argument is a TOML file, such as configs/language/debug.toml.",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read as text: {error}"]) from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path}: this is not valid TOML: {error}"]) from error
+    base: dict[str, Any] = {}
+    parent = tree.pop(EXTENDS, None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise ConfigError([f"{path}: {EXTENDS!r} must be the name of a file"])
+        base = _read(path.parent / parent, sources, chain=(*chain, path.resolve()))
+    sources.add_file(path, text)
+    return _merged(base, tree)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        both = isinstance(value, dict) and isinstance(below, dict)
+        result[name] = _merged(below, value) if both and below is not None else value
+    return result

@@ -1,0 +1,86 @@
+"""What follows from a config: its folders, its identity, its text as TOML."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from keepstep.config.schema import MUST_MATCH, Config
+from keepstep.config.validate import CATCH_ALL, flatten
+from keepstep.errors import UsageError
+
+
+def run_folder(config: Config) -> Path:
+    """Return the folder of the run."""
+    if config.run.dir:
+        return Path(config.run.dir).expanduser()
+    if config.checkpoint.dir:
+        return Path(config.checkpoint.dir).expanduser()
+    return Path("runs") / config.run.name
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Return the folder of the checkpoints; the run's own where only that one was given."""
+    if config.checkpoint.dir:
+        return Path(config.checkpoint.dir).expanduser()
+    return run_folder(config) / "checkpoints"
+
+
+def must_match(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of every field that must be the same when a run is continued."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            found.update(must_match(value, f"{prefix}{item.name}."))
+        elif item.metadata.get(MUST_MATCH):
+            found[f"{prefix}{item.name}"] = value
+    return found
+
+
+def dump_toml(config: Config) -> str:
+    """Return a config as TOML that loads to an equal config."""
+    lines: list[str] = []
+    _dump_section(config, "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def known_paths(config: Config) -> list[str]:
+    """Return the path of every field."""
+    return sorted(flatten(config))
+
+
+def _dump_section(section: Any, name: str, lines: list[str]) -> None:
+    if name:
+        lines.extend(["", f"[{name}]"])
+    inner = []
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            inner.append((f"{name}.{item.name}" if name else item.name, value))
+        elif item.name == CATCH_ALL:
+            lines.extend(f"{_key(key)} = {_toml(entry)}" for key, entry in value.items())
+        elif value is not None:
+            lines.append(f"{item.name} = {_toml(value)}")
+    for path, value in inner:
+        _dump_section(value, path, lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped and JSON does not.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    raise UsageError(f"a config cannot hold {value!r}")
+
+
+def _key(name: str) -> str:
+    bare = name.replace("-", "").replace("_", "").isalnum() and name.isascii()
+    return name if bare else json.dumps(name)

@@ -1,0 +1,183 @@
+"""The config that every task shares: one frozen dataclass a section.
+
+The docstring under a field is its help text, on the command line and in the reference.
+A field made with ``must_match()`` is part of what a run *is*: it cannot change when a run is
+continued. Every other field may change, and takes effect from the first resumed step.
+Cross-checks between fields live in ``checks.py``. A task adds its sections by subclassing `Config`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from keepstep.config.quantities import Duration
+
+MUST_MATCH = "must_match"
+
+
+def must_match(default: Any = ...) -> Any:
+    """Declare a field that is part of the run's identity; without a default it is required."""
+    metadata = {MUST_MATCH: True}
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Who the run is and where it lives."""
+
+    name: str = "run"
+    """Name of the run, shown on the terminal and used for the default folder."""
+    dir: str = ""
+    """Folder of the run. Empty: `checkpoint.dir` if that is given, else `runs/<name>`."""
+    seed: int = must_match(0)
+    """Seed of every random number: initial weights, data order, dropout."""
+    grace: Duration = "180s"
+    """Time between the first signal and the moment the process leaves whatever it is doing."""
+    hooks: tuple[str, ...] = ()
+    """Hooks to call during the run, each as `module:Class`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How steps are taken."""
+
+    max_steps: int = 1000
+    """Number of steps (batches taken) after which the run is finished."""
+    global_batch: int = 16
+    """Samples in one step, over all ranks and micro-batches."""
+    micro_batch: int = 0
+    """Samples in one forward pass; 0 takes the whole batch at once."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; larger ones are scaled down to it. 0 does not clip."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass: float32, or bfloat16 under autocast."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    deterministic: bool = True
+    """Use only deterministic kernels, without which a resumed run is not exact on a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto takes CUDA where there is one."""
+    log_interval: int = 10
+    """Steps between two lines of progress. The journal holds every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The rule that turns gradients into updates."""
+
+    name: Literal["adamw", "sgd", "muon"] = must_match("adamw")
+    """Optimizer: adamw (fused), sgd, or muon (matrices by Muon, everything else by AdamW)."""
+    rate: float = 1e-3
+    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay for matrices; vectors (norms, biases) are not decayed."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: term added to the denominator."""
+    momentum: float = 0.95
+    """SGD and Muon: momentum."""
+    nesterov: bool = True
+    """SGD and Muon: Nesterov momentum."""
+    adamw_rate: float = 1e-3
+    """Muon: peak learning rate of the parameters that AdamW updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a pure function of the number of updates."""
+
+    name: Literal["constant", "linear", "cosine", "wsd", "rex", "cosine_restarts"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: int = 0
+    """Updates over which the rate rises linearly from 0 to its peak."""
+    decay_steps: int = 0
+    """wsd: updates of the decay at the end; the stable part is what remains."""
+    decay: Literal["cosine", "linear", "sqrt"] = "linear"
+    """wsd: shape of the decay."""
+    floor: float = 0.1
+    """Rate at the end, as a share of the peak; the last update really uses it."""
+    cycles: int = 1
+    """cosine_restarts: number of cycles."""
+    damping: float = 1.0
+    """cosine_restarts: factor on each next cycle's height above the floor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluation on held-out data, and what "best" means."""
+
+    interval: int = 0
+    """Steps between evaluations; 0 evaluates only at the end of the run."""
+    at_end: bool = True
+    """Evaluate at the last step as well."""
+    batches: int = 16
+    """Batches of held-out data in one evaluation."""
+    metric: str = "valid_loss"
+    """Metric that decides which checkpoint is the best."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest value of the metric is the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseWindowConfig:
+    """A window of steps in which a strategy decides the saves in place of the interval."""
+
+    start: int
+    """First step of the window, always saved; 0 saves the initial weights before training."""
+    stop: int
+    """Last step of the window."""
+    strategy: str = "power2"
+    """Which steps are saved: power2 saves start and start + 2^k. Others by registration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are saved, where, and which are kept."""
+
+    dir: str = ""
+    """Folder of the checkpoints. Empty: `checkpoints` in the run's folder."""
+    interval: int = 100
+    """Steps between scheduled saves; 0 saves only at the end."""
+    keep_last_n: int = 2
+    """Number of newest checkpoints to keep; 0 keeps all."""
+    keep_best_n: int = 1
+    """Number of best checkpoints to keep."""
+    keep_every: int = 0
+    """Keep every checkpoint whose step is a multiple of this for ever; 0 keeps none so."""
+    save_retries: int = 2
+    """Further attempts, with back-off, when a save fails; then the run stops."""
+    save_after_skipped_end: bool = False
+    """Save at the last step even where its update was skipped as not finite."""
+    on_resume: str = "newest"
+    """Where to continue: `newest`, `fresh` (needs an empty folder), or a step number."""
+    dyn_ckpt_window: DenseWindowConfig | None = None
+    """A window of dense saves, exempt from `keep_last_n`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonfiniteConfig:
+    """What happens when the loss or the gradient norm is not finite."""
+
+    policy: Literal["skip", "stop"] = "skip"
+    """skip: no update, the batch counts. stop: end the run at once."""
+    max_consecutive: int = 10
+    """Skipped steps in a row after which the run ends as diverged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What a run is told. A task's config adds its own sections."""
+
+    task: str = must_match("language")
+    """What is trained."""
+    run: RunConfig = RunConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    nonfinite: NonfiniteConfig = NonfiniteConfig()

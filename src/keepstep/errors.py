@@ -1,0 +1,94 @@
+"""Every error that Keepstep raises on purpose, each with its exit code and a hint.
+
+    KeepstepError            1   something failed; the message says what, where and what to do
+    ├── UsageError           2   the command line, or what it names, cannot be used
+    │   ├── ConfigError      2   the config has problems; all of them are listed at once
+    │   ├── DataError        2   the training data cannot be used as they are
+    │   └── OtherRun         2   the folder belongs to another run or to another config
+    ├── CheckpointDamaged    3   a checkpoint, or all of them, is not whole
+    ├── NotFound             4   there is no such run, checkpoint or file
+    ├── Locked               5   another live session holds the folder
+    ├── Diverged             6   losses or gradients stopped being finite
+    ├── Unhealthy            7   a collective failed or a peer is gone
+    ├── SaveFailed           1   a save gave up; every older checkpoint is as it was
+    └── UnsafeState          1   the state holds something that no checkpoint may hold
+
+Errors are for the world; our own mistakes are assertions.
+"""
+
+
+class KeepstepError(Exception):
+    """Something failed that the user can do something about.
+
+    ``message`` says what and where; ``hint`` says what to do, and is empty where nothing can be.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class UsageError(KeepstepError):
+    """The command line, or what it names, cannot be used."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """The config has problems; ``problems`` holds all of them, one sentence each."""
+
+    def __init__(self, problems: list[str], *, hint: str = "") -> None:
+        super().__init__("\n".join(problems), hint=hint)
+        self.problems = problems
+
+
+class DataError(UsageError):
+    """The training data cannot be used as they are."""
+
+
+class OtherRun(UsageError):
+    """The folder belongs to another run or to another config; the message shows the difference."""
+
+
+class CheckpointDamaged(KeepstepError):
+    """A checkpoint is not whole, or none of them is; nothing was changed."""
+
+    exit_code = 3
+
+
+class NotFound(KeepstepError):
+    """There is no such run, checkpoint or file."""
+
+    exit_code = 4
+
+
+class Locked(KeepstepError):
+    """Another live session holds the folder; the message says which."""
+
+    exit_code = 5
+
+
+class Diverged(KeepstepError):
+    """Losses or gradients stopped being finite."""
+
+    exit_code = 6
+
+
+class Unhealthy(KeepstepError):
+    """A collective failed or a peer is gone; no further collective may be entered."""
+
+    exit_code = 7
+
+
+class SaveFailed(KeepstepError):
+    """A save gave up after its retries; every older checkpoint is as it was."""
+
+
+class UnsafeState(KeepstepError):
+    """The state holds something that is neither a tensor nor plain data; named by its path."""

@@ -1,0 +1,165 @@
+"""What a run shows: a bar on a terminal, the same numbers as plain lines elsewhere.
+
+Guarantees: a terminal that goes away (a closed pipe, a lost connection) never ends the run; the
+console falls silent and the journal, which holds every number, says so.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from keepstep.run.outcome import Outcome
+    from keepstep.run.run import Run
+
+_WORD_WIDTH = 9
+_WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "store", "config", "hooks"})
+
+
+class Console:
+    """A hook that prints. `quiet` leaves out progress and saves, not what went wrong."""
+
+    def __init__(self, *, quiet: bool, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._quiet = quiet
+        self._lost = False
+        self._bar: Progress | None = None
+        self._bar_task: TaskID | None = None
+        self._first: tuple[float, int, int] | None = None
+
+    def on_run_start(self, run: "Run") -> None:
+        """Say what is about to be trained."""
+        assert run.position is not None, "a run starts with a state"
+        parameters = sum(p.numel() for p in run.position.model.parameters())
+        config = run.config
+        self._line(
+            run,
+            "run",
+            f"{config.run.name} · {config.task} · {_count(parameters)} parameters"
+            f" · {run.group.description} on {run.device.type} · {run.folder}",
+        )
+        counters = run.position.counters
+        self._first = (time.monotonic(), counters.step, counters.tokens)
+        if not self._quiet and self._stream.isatty():
+            self._start_bar(run, counters.step)
+
+    def on_step_end(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the numbers of a step, every `train.log_interval` steps and at the last one."""
+        assert run.position is not None, "a step has a state"
+        config = run.config.train
+        if metrics["skipped"]:
+            self._line(
+                run,
+                "skip",
+                f"step {step:,}: loss {metrics['loss']:g}, gradient norm"
+                f" {metrics['grad_norm']:g} are not finite; no update",
+            )
+        if self._bar is None and step % config.log_interval and step != config.max_steps:
+            return
+        numbers = self._numbers(run, step, metrics)
+        if self._bar is not None and self._bar_task is not None:
+            self._bar.update(self._bar_task, completed=step, description=numbers)
+        elif not self._quiet:
+            self._print(run, f"step {step:,}/{config.max_steps:,}  {numbers}")
+
+    def on_evaluated(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
+        """Show the held-out metrics."""
+        if not self._quiet:
+            numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self._line(run, "evaluate", f"step {step:,}  {numbers}")
+
+    def on_notice(self, run: "Run", word: str, text: str) -> None:
+        """Show what the run has to tell."""
+        if not self._quiet or word in _WORDS_SHOWN_WHEN_QUIET:
+            self._line(run, word, text)
+
+    def on_run_end(self, run: "Run", outcome: "Outcome") -> None:
+        """Say how it ended, what is saved and where, and the command that continues."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._print(run, last_line(outcome, run.store.folder))
+
+    def _numbers(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> str:
+        assert self._first is not None, "the start was told"
+        since, first_step, first_tokens = self._first
+        seconds = max(time.monotonic() - since, 1e-9)
+        rate = (metrics["tokens"] - first_tokens) / seconds
+        left = (run.config.train.max_steps - step) * seconds / max(step - first_step, 1)
+        saved = f"  saved {run.saved_step:,}" if run.saved_step is not None else ""
+        return (
+            f"loss {metrics['loss']:.4f}  lr {metrics['rate']:.1e}"
+            f"  grad {metrics['grad_norm']:.2f}  tok/s {rate:,.0f}  eta {_duration(left)}{saved}"
+        )
+
+    def _start_bar(self, run: "Run", step: int) -> None:
+        # Imported here because rich is wanted on a terminal only, and start-up counts.
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            console=RichConsole(file=self._stream),
+        )
+        self._bar_task = self._bar.add_task("", total=run.config.train.max_steps, completed=step)
+        self._bar.start()
+
+    def _line(self, run: "Run", word: str, text: str) -> None:
+        self._print(run, f"{word:<{_WORD_WIDTH}}{text}")
+
+    def _print(self, run: "Run", line: str) -> None:
+        if self._lost:
+            return
+        try:
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False)
+            else:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+        except (OSError, ValueError) as error:
+            # The reader is gone. Losing hours of training over a line of text helps nobody.
+            self._lost = True
+            self._bar = None
+            run.journal.write("notice", word="console", text=f"output is lost: {error}")
+
+
+def last_line(outcome: "Outcome", checkpoints: Path) -> str:
+    """Return the last line of a session: how it ended, what stands, how to go on."""
+    again = "Run the same command to continue."
+    saved = f"{outcome.checkpoint} is saved" if outcome.checkpoint else "nothing is saved"
+    where = f"{saved} in {checkpoints}" if outcome.checkpoint else saved
+    match str(outcome.ending):
+        case "finished":
+            return f"finished at step {outcome.step:,}; {where}."
+        case "finished_skipped":
+            return (
+                f"finished at step {outcome.step:,}, whose update was skipped: {outcome.reason};"
+                f" {where}."
+            )
+        case "nothing_to_do":
+            return f"nothing to do: {outcome.reason} is done; {where}."
+        case "stopped":
+            return f"stopped  at step {outcome.step:,} ({outcome.reason}); {where}. {again}"
+        case ending:
+            return f"{ending} at step {outcome.step:,}: {outcome.reason}; {where}."
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return str(number)
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds + 0.5)
+    hours, rest = divmod(whole, 3600)
+    if hours:
+        return f"{hours}h{rest // 60:02d}m"
+    return f"{rest // 60}m{rest % 60:02d}s"

@@ -1,0 +1,1 @@
+"""A run's life: how it begins, stops, skips, saves and ends."""

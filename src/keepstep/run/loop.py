@@ -1,0 +1,171 @@
+"""Step until the run is done, and settle what its ending leaves.
+
+Every way out of `step_until_done` is an `Outcome`; `settle` sees each once. A save that is due at
+a step that was skipped moves to the next applied step, and so does an evaluation.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from keepstep.distributed.agree import StepFacts, agree
+from keepstep.run.outcome import Ending, Outcome, decides_to_save
+from keepstep.run.policy import SaveDue, evaluation_due, save_due
+from keepstep.run.run import Run
+from keepstep.run.step import StepResult, autocast, take_step
+from keepstep.state.rng import seed_everything
+from keepstep.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from keepstep.tasks.task import Batch, Task
+
+
+def step_until_done(task: "Task", state: TrainingState, run: Run) -> Outcome:
+    """Take steps until the last one, or until the ranks agree that something ends the run."""
+    run.hooks.call("on_run_start", run)
+    outcome = _finish_what_is_owed(task, state, run)
+    if outcome is None:
+        with closing(_batches(task, state.counters.samples)) as batches:
+            while outcome is None:
+                outcome = _advance(task, batches, state, run)
+    return outcome
+
+
+def _advance(
+    task: "Task", batches: Iterator["Batch"], state: TrainingState, run: Run
+) -> Outcome | None:
+    """Take one step and do what is due after it; return the outcome if the run ends here."""
+    counters = state.counters
+    batch = next(batches, None)
+    if batch is None:
+        return run.outcome(Ending.STOPPED, reason="the data ran out")
+    result = take_step(task, batch, state, run)
+    _record(result, state, run)
+    if _has_diverged(state, run):
+        return run.outcome(Ending.DIVERGED, reason=_how_it_diverged(result, state))
+    if result.agreed.stop:
+        grace = f"{run.stop.reason} (grace {run.stop.grace_seconds:g} s)"
+        run.notice("stop", f"{grace}: finishing step {counters.step:,}")
+    stop = _evaluate_and_save(task, result, state, run) or result.agreed.stop
+    if counters.step < run.config.train.max_steps:
+        return run.outcome(Ending.STOPPED, reason=run.stop.reason) if stop else None
+    if not result.applied:
+        return run.outcome(Ending.FINISHED_SKIPPED, reason=_how_it_diverged(result, state))
+    if counters.evaluation_owed:
+        return run.outcome(Ending.STOPPED, reason=run.stop.reason)
+    return run.outcome(Ending.FINISHED)
+
+
+def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
+    """Leave what `outcome` calls for: the one place where an ending writes a checkpoint."""
+    save = decides_to_save(
+        outcome.ending,
+        step=state.counters.step,
+        saved_step=run.saved_step,
+        save_after_skipped_end=run.config.checkpoint.save_after_skipped_end,
+    )
+    if save:
+        run.save(state, metrics=run.metrics)
+    run.store.drain(run.stop.grace_seconds)
+    final = run.outcome(outcome.ending, reason=outcome.reason)
+    run.close(final)
+    return final
+
+
+def _finish_what_is_owed(task: "Task", state: TrainingState, run: Run) -> Outcome | None:
+    """Do what an earlier session left undone at this very step; return an outcome if that is all.
+
+    An evaluation that a stop cut short is made now. It belongs to the checkpoint that is already
+    committed, which is never modified: the store records the best beside it.
+    """
+    counters, max_steps = state.counters, run.config.train.max_steps
+    if agree(run.group, StepFacts(stop=run.stop.requested)).stop:
+        return run.outcome(Ending.STOPPED, reason=run.stop.reason)
+    owed = counters.evaluation_owed and run.saved_step == counters.step
+    if owed and counters.skips_in_a_row == 0:
+        metrics = _evaluate(task, state, run)
+        if metrics is None:
+            return run.outcome(Ending.STOPPED, reason=run.stop.reason)
+        run.store.mark_best(metrics, step=counters.step)
+        return run.outcome(Ending.FINISHED) if counters.step >= max_steps else None
+    if counters.step >= max_steps:
+        return run.outcome(Ending.NOTHING_TO_DO, reason=f"step {counters.step} of {max_steps}")
+    if counters.step == 0 and run.saved_step is None:
+        counters.save_owed = save_due(0, run.config.checkpoint).value
+        if counters.save_owed != SaveDue.NO:
+            run.save(state, metrics={})
+    return None
+
+
+def _batches(task: "Task", position: int) -> Generator["Batch"]:
+    yield from task.batches(position)
+
+
+def _record(result: StepResult, state: TrainingState, run: Run) -> None:
+    counters = state.counters
+    facts = {
+        "updates": counters.updates,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "rate": result.rate,
+        "skipped": not result.applied,
+        "tokens": counters.tokens,
+    }
+    run.journal.write("step", step=counters.step, **facts)
+    run.hooks.call("on_step_end", run, counters.step, facts)
+
+
+def _has_diverged(state: TrainingState, run: Run) -> bool:
+    skips, nonfinite = state.counters.skips_in_a_row, run.config.nonfinite
+    return skips > 0 and (nonfinite.policy == "stop" or skips >= nonfinite.max_consecutive)
+
+
+def _how_it_diverged(result: StepResult, state: TrainingState) -> str:
+    return (
+        f"loss {result.loss:g}, gradient norm {result.grad_norm:g} at step {state.counters.step}"
+        f" ({state.counters.skips_in_a_row} in a row not finite)"
+    )
+
+
+def _evaluate_and_save(task: "Task", result: StepResult, state: TrainingState, run: Run) -> bool:
+    """Do what is due after a step; return whether the ranks agreed to stop meanwhile."""
+    counters, config = state.counters, run.config
+    run.metrics = {}
+    if evaluation_due(counters.step, config.train.max_steps, config.evaluation):
+        counters.evaluation_owed = True
+    due = save_due(counters.step, config.checkpoint)
+    if due is not SaveDue.NO:
+        counters.save_owed = due.value
+    elif result.agreed.save and counters.save_owed == SaveDue.NO:
+        counters.save_owed = SaveDue.SCHEDULED.value
+    if not result.applied or not (counters.evaluation_owed or counters.save_owed != SaveDue.NO):
+        return False
+    is_best = False
+    if counters.evaluation_owed:
+        metrics = _evaluate(task, state, run)
+        if metrics is None:
+            return True
+        run.metrics = metrics
+        is_best = run.store.would_be_best(metrics)
+    if counters.save_owed != SaveDue.NO or is_best:
+        run.save(state, metrics=run.metrics)
+    return agree(run.group, StepFacts(stop=run.stop.requested)).stop
+
+
+def _evaluate(task: "Task", state: TrainingState, run: Run) -> dict[str, float] | None:
+    """Return the held-out metrics, or None where a stop cut the evaluation short."""
+    counters = state.counters
+    seed_everything(run.config.run.seed, "evaluate", run.group.rank, counters.step)
+
+    def stop_requested() -> bool:
+        return agree(run.group, StepFacts(stop=run.stop.requested)).stop
+
+    with autocast(run):
+        found = task.evaluate(state.model, stop_requested)
+    if found is None:
+        return None
+    metrics = dict(found)
+    counters.evaluation_owed = False
+    run.journal.write("evaluation", step=counters.step, metrics=metrics)
+    run.hooks.call("on_evaluated", run, counters.step, metrics)
+    return metrics

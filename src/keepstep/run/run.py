@@ -1,0 +1,198 @@
+"""A run while it lives: its folder, its lock, its journal, its store, and how it is let go.
+
+Invariants:
+1. Nothing in the folder is touched before this session holds its lock.
+2. Nothing of an earlier session is overwritten before it is known to be the same run.
+3. Every way out, an exception too, leaves one `outcome.json` and one last line (`_close`).
+4. While a session lives `outcome.json` says *running*: a kill never leaves an older ending there.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from keepstep.config.quantities import bytes_text
+from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, run_folder
+from keepstep.config.schema import Config
+from keepstep.distributed.group import Group, open_group
+from keepstep.errors import CheckpointDamaged, KeepstepError
+from keepstep.optim.schedule import build_schedule
+from keepstep.run.environment import choose_device, describe_environment, make_deterministic
+from keepstep.run.hooks import Hooks, load_hooks
+from keepstep.run.journal import Journal
+from keepstep.run.outcome import Ending, Outcome, ending_of
+from keepstep.run.policy import SaveDue
+from keepstep.run.stop import StopRequests
+from keepstep.state.training_state import TrainingState
+from keepstep.store import Saved, Store
+from keepstep.store.disk import Disk
+from keepstep.store.layout import JOURNAL_NAME, LOCK_NAME, OUTCOME_NAME, RUN_TOML_NAME
+from keepstep.store.lock import FolderLock
+
+_STORE_WORDS = {
+    "swept": "{name} was left by a session that died; removed",
+    "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
+    "set_aside": "{name} moved to {new_name}: kept, never chosen",
+    "housekeeping_failed": "the checkpoint is committed, but tidying up failed: {error}",
+}
+
+
+class Run:
+    """What a session holds while it trains; hooks get this object."""
+
+    def __init__(
+        self, config: Config, *, stop: StopRequests, group: Group, hooks: Sequence[object]
+    ) -> None:
+        self.config = config
+        self.stop = stop
+        self.group = group
+        self.folder = run_folder(config)
+        self.device = choose_device(config.train.device, group)
+        self.hooks = Hooks([*hooks, *load_hooks(config.run.hooks)])
+        self.identity = must_match(config)
+        self.disk = Disk()
+        self.journal = Journal(self.folder / JOURNAL_NAME, disk=self.disk)
+        self.lock = FolderLock(self.folder / LOCK_NAME)
+        self.store: Store = self._make_store()
+        self.environment = describe_environment(self.device)
+        self.saved_step: int | None = None
+        self.save_requested = False
+        self.metrics: dict[str, float] = {}
+        self.schedule = build_schedule(config.schedule, config.train.max_steps)
+        self.position: TrainingState | None = None
+        self.begun = False
+        self._ending_told = False
+
+    def _make_store(self) -> Store:
+        config = self.config.checkpoint
+        folder = checkpoint_folder(self.config)
+        inside = folder.resolve().is_relative_to(self.folder.resolve())
+        return Store(
+            folder,
+            lock=self.lock if inside else None,
+            keep_last_n=config.keep_last_n,
+            keep_best_n=config.keep_best_n,
+            keep_every=config.keep_every,
+            best_metric=self.config.evaluation.metric,
+            best_mode=self.config.evaluation.mode,
+            save_retries=config.save_retries,
+            disk=self.disk,
+            on_event=self._on_store_event,
+        )
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for a stop at the end of this step, on every rank."""
+        self.stop.request(reason)
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the end of this step."""
+        self.save_requested = True
+
+    def notice(self, word: str, text: str) -> None:
+        """Tell people something that matters, on the terminal and in the journal."""
+        self.journal.write("notice", word=word, text=text)
+        self.hooks.call("on_notice", self, word, text)
+
+    def begin(self) -> None:
+        """Make the folder this session's own: the identity is known to be right."""
+        self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
+        self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
+        self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
+        self.begun = True
+
+    def save(self, state: TrainingState, *, metrics: dict[str, float]) -> Saved:
+        """Commit the state as the checkpoint of its step; SaveFailed where that cannot be done."""
+        counters = state.counters
+        milestone = counters.save_owed == SaveDue.MILESTONE
+        counters.save_owed = SaveDue.NO.value
+        self.save_requested = False
+        self.journal.sync()
+        captured = {**state.capture(), "hooks": self.hooks.state()}
+        saved = self.store.save(
+            captured,
+            step=counters.step,
+            updates=counters.updates,
+            samples=counters.samples,
+            tokens=counters.tokens,
+            metrics=metrics,
+            milestone=milestone,
+            must_match=self.identity,
+            environment=self.environment,
+        )
+        self.saved_step = counters.step
+        if saved.new:
+            self.journal.write(
+                "saved", step=counters.step, sequence=saved.manifest.sequence, path=saved.path.name
+            )
+            self.hooks.call("on_committed", self, saved.path, saved.manifest)
+        return saved
+
+    def outcome(self, ending: Ending, *, reason: str = "", code: int = -1) -> Outcome:
+        """Return the outcome of ending here and now."""
+        newest = self.store.newest
+        counters = self.position.counters if self.position is not None else None
+        return Outcome(
+            ending=ending,
+            step=counters.step if counters else 0,
+            updates=counters.updates if counters else 0,
+            reason=reason,
+            checkpoint=f"step_{newest.step}" if newest is not None else None,
+            code=code,
+        )
+
+    def close(self, outcome: Outcome) -> None:
+        """Write down how the run ended and tell the hooks; the file comes last."""
+        self.journal.write("outcome", **outcome.as_data())
+        if not self._ending_told:
+            # A hook that fails here ends the run as failed: it is not asked a second time.
+            self._ending_told = True
+            self.hooks.call("on_run_end", self, outcome)
+        self._write_outcome(outcome.as_data())
+
+    def _write_outcome(self, data: dict[str, Any]) -> None:
+        text = json.dumps(data, indent=2) + "\n"
+        self.disk.replace_file(self.folder / OUTCOME_NAME, text.encode())
+
+    def _on_store_event(self, event: str, **facts: Any) -> None:
+        if event == "snapshot":
+            self.hooks.call("on_snapshot", self, facts["step"])
+        elif event == "committed":
+            text = (
+                f"step {facts['manifest'].step:,}  {bytes_text(facts['manifest'].size)}"
+                f" · committed after {facts['seconds']:.2f} s"
+            )
+            self.hooks.call("on_notice", self, "save", text)
+        elif event in _STORE_WORDS:
+            self.notice("store", _STORE_WORDS[event].format(**facts))
+
+
+@contextmanager
+def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> Iterator[Run]:
+    """Hold the run's folder; an exception inside becomes an outcome and goes on its way."""
+    group = open_group()
+    if config.train.deterministic:
+        make_deterministic()
+    run = Run(config, stop=stop, group=group, hooks=hooks)
+    run.disk.make_folders(run.folder)
+    with run.lock, run.store:
+        try:
+            yield run
+        except BaseException as error:
+            if run.begun or isinstance(error, CheckpointDamaged):
+                _close_after(error, run)
+            raise
+        finally:
+            run.journal.close()
+
+
+def _close_after(error: BaseException, run: Run) -> None:
+    """Leave the outcome of an exception; where even that fails, the exception says so."""
+    ending, code = ending_of(error)
+    reason = f"{type(error).__name__}: {error}"
+    try:
+        run.close(run.outcome(ending, reason=reason, code=code))
+    except (OSError, KeepstepError) as second:
+        error.add_note(f"{OUTCOME_NAME} could not be written: {second}")

@@ -1,0 +1,97 @@
+"""One step: forward, backward, the agreement, and the update if everything is finite.
+
+Guarantees:
+1. Random numbers are set at the start of the step from (seed, rank, step): what ran before, an
+   evaluation or a resume, leaves no trace in them.
+2. The loss and the gradient norm are looked at before the update: weights and moments are never
+   poisoned. A step that is not finite counts its batch and changes nothing else.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from keepstep.distributed.agree import StepFacts, agree
+from keepstep.run.run import Run
+from keepstep.state.rng import seed_everything
+from keepstep.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from keepstep.tasks.task import Batch, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step found; `agreed` is what all ranks know at its end."""
+
+    loss: float
+    grad_norm: float
+    rate: float
+    agreed: StepFacts
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer's update was made."""
+        return not self.agreed.nonfinite
+
+
+def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> StepResult:
+    """Take one step with `batch` and count it."""
+    counters = state.counters
+    seed_everything(run.config.run.seed, "step", run.group.rank, counters.step)
+    loss_sum = _backward(task, batch, state, run)
+    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+    norm_tensor = get_total_norm(gradients)
+    # One transfer for both numbers: on a GPU each of its own would wait for the device.
+    loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()
+    agreed = agree(
+        run.group,
+        StepFacts(
+            nonfinite=not (math.isfinite(loss) and math.isfinite(norm)),
+            stop=run.stop.requested,
+            save=run.save_requested,
+        ),
+    )
+    state.optimizer.set_factor(run.schedule(counters.updates))
+    rate = state.optimizer.rate
+    if not agreed.nonfinite:
+        if run.config.train.grad_clip > 0:
+            clip_grads_with_norm_(state.model.parameters(), run.config.train.grad_clip, norm_tensor)
+        run.store.fence()
+        state.optimizer.step()
+        counters.updates += 1
+    state.optimizer.zero_grad()
+    counters.skips_in_a_row = counters.skips_in_a_row + 1 if agreed.nonfinite else 0
+    counters.step += 1
+    counters.samples += batch.samples
+    counters.tokens += batch.tokens
+    return StepResult(loss=loss, grad_norm=norm, rate=rate, agreed=agreed)
+
+
+def _backward(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> torch.Tensor:
+    """Accumulate the gradient of the batch's mean loss; return that loss."""
+    share = 1.0 / len(batch.micro_batches)
+    losses = []
+    for micro_batch in batch.micro_batches:
+        with autocast(run):
+            loss = task.loss(state.model, _on_device(micro_batch, run.device)) * share
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def autocast(run: Run) -> contextlib.AbstractContextManager[Any]:
+    """Return the precision of the forward pass as a context."""
+    if run.config.train.precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(run.device.type, dtype=torch.bfloat16)
+
+
+def _on_device(micro_batch: Any, device: torch.device) -> Any:
+    if isinstance(micro_batch, torch.Tensor):
+        return micro_batch.to(device, non_blocking=True)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}

@@ -1,0 +1,82 @@
+"""Optimizer state by parameter name, back into a fresh optimizer, bit for bit.
+
+Guarantees:
+1. Nothing is converted: a moment comes back in the type it was saved in. (torch's own
+   `load_state_dict` casts it to the parameter's type, which rounds a float32 moment of a bfloat16
+   parameter.)
+2. A fresh optimizer, whose state is still empty, gets all of it; no step on made-up gradients runs.
+3. A state without a parameter to go to is an error, and so is a parameter that the saved optimizer
+   did not have.
+4. Hyper-parameters are not restored: the config's win.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from keepstep.errors import CheckpointDamaged
+
+Names = Mapping[int, str]
+
+
+def names_of(model: torch.nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by its id; a tied one has its first name."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def state_by_name(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, dict[str, Any]]:
+    """Return the state of every parameter that has one: tensors and plain values, not copied."""
+    return {
+        names[id(parameter)]: dict(optimizer.state[parameter])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if optimizer.state.get(parameter)
+    }
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    saved: Mapping[str, Mapping[str, Any]],
+    *,
+    saved_parameters: Collection[str],
+) -> None:
+    """Give every parameter its saved state; CheckpointDamaged names what does not fit.
+
+    ``saved_parameters``: all parameters that the optimizer had, also those that had no state yet
+    (before the first update, or because they never had a gradient).
+    """
+    parameters = {
+        names[id(parameter)]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    homeless = sorted((set(saved) | set(saved_parameters)) - set(parameters))
+    unknown = sorted(set(parameters) - set(saved_parameters))
+    if homeless or unknown:
+        raise CheckpointDamaged(
+            f"the state of {type(optimizer).__name__} does not fit the model: no parameter for"
+            f" {homeless or 'none'}, nothing saved for {unknown or 'none'}",
+            hint="The optimizer or the model's parameters have changed since the checkpoint.",
+        )
+    for name, entries in saved.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            key: _placed(value, key, parameter, name) for key, value in entries.items()
+        }
+
+
+def _placed(value: Any, key: str, parameter: torch.Tensor, name: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0:
+        # Step counts: on the device only where the kernels want them there.
+        return value.to(parameter.device) if parameter.is_cuda else value
+    if value.shape != parameter.shape:
+        raise CheckpointDamaged(
+            f"the state {key!r} of {name} has the shape {tuple(value.shape)}, the parameter"
+            f" {tuple(parameter.shape)}"
+        )
+    # A new tensor with the parameter's strides: kernels may round otherwise for another layout.
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,70 @@
+"""Everything that survives a kill, listed in one place.
+
+Guarantees: what `capture` returns is all that a fresh process needs to take the very next step as
+this one would have taken it. Random numbers are not in it: they are derived from the seed and the
+step. The data position is the number of samples seen.
+
+A thing that is not in this list is silently new after every resume: optimizer moments that are
+zero, a schedule that starts over, a best value that a worse one can take.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keepstep.errors import CheckpointDamaged
+
+if TYPE_CHECKING:
+    from keepstep.optim.optimizer import Optimizer
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """Where the run is. `step` counts batches taken, `updates` optimizer steps applied."""
+
+    step: int = 0
+    updates: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skips_in_a_row: int = 0
+    save_owed: str = "no"
+    """The save (a `SaveDue`) that was due at a skipped step; it moves to the next applied one."""
+    evaluation_owed: bool = False
+    """An evaluation was due and was not made: at a skipped step, or cut short by a stop."""
+
+
+class TrainingState:
+    """The state of a run between two steps."""
+
+    def __init__(self, *, model: torch.nn.Module, optimizer: "Optimizer") -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.counters = Counters()
+
+    def capture(self) -> dict[str, Any]:
+        """Return what survives, as a tree of tensors and plain values; nothing is copied."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "counters": asdict(self.counters),
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> list[str]:
+        """Become the state that was captured; return the optimizer settings that changed since.
+
+        Raises CheckpointDamaged where something saved has no place to go, or the other way round.
+        """
+        try:
+            self.model.load_state_dict(saved["model"], strict=True)
+            known = {field.name for field in fields(Counters)}
+            if set(saved["counters"]) != known:
+                raise KeyError(f"counters are {sorted(saved['counters'])}, not {sorted(known)}")
+            self.counters = Counters(**saved["counters"])
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointDamaged(
+                f"the checkpoint does not hold this model's state: {error}",
+                hint="It was written by another version, or the model's code has changed.",
+            ) from error
+        return self.optimizer.load_state_dict(saved["optimizer"])

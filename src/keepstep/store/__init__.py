@@ -1,0 +1,24 @@
+"""Crash-safe, verified checkpoints for any PyTorch loop.
+
+Importing this package imports no torch; saving and restoring do.
+"""
+
+from keepstep.store.catalog import Checkpoint, find_checkpoints_folder, list_checkpoints
+from keepstep.store.manifest import Best, Manifest
+from keepstep.store.resume import Restored
+from keepstep.store.store import Saved, Store, load_state
+from keepstep.store.verify import Fault, verify
+
+__all__ = [
+    "Best",
+    "Checkpoint",
+    "Fault",
+    "Manifest",
+    "Restored",
+    "Saved",
+    "Store",
+    "find_checkpoints_folder",
+    "list_checkpoints",
+    "load_state",
+    "verify",
+]

@@ -1,0 +1,67 @@
+"""Which checkpoints a folder holds. Reads manifests and sizes only; needs no lock and no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.errors import CheckpointDamaged
+from keepstep.store.layout import ASIDE_NAME, CHECKPOINTS_NAME, step_of
+from keepstep.store.manifest import Manifest, read_manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A folder that claims to be a checkpoint: its manifest, or the fault that it has instead."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    fault: str
+    aside: bool = False
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+
+def find_checkpoints_folder(folder: Path) -> Path:
+    """Return the folder of the checkpoints, given it or the run's folder that holds it."""
+    inner = folder / CHECKPOINTS_NAME
+    return inner if inner.is_dir() else folder
+
+
+def list_checkpoints(folder: Path | str, *, aside: bool = False) -> list[Checkpoint]:
+    """Return the checkpoints of a run in the order of their commits, damaged ones first.
+
+    ``aside``: also those that were set aside, behind the others.
+    """
+    place = find_checkpoints_folder(Path(folder))
+    found = _in_folder(place, aside=False)
+    if aside:
+        found += _in_folder(place / ASIDE_NAME, aside=True)
+    return found
+
+
+def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
+    """Return what stands in one checkpoint's folder."""
+    # What was set aside may carry a suffix, where its name was taken.
+    step = step_of(path.name.partition(".")[0] if aside else path.name)
+    if step is None:
+        return Checkpoint(path=path, step=-1, manifest=None, fault="not a checkpoint's name")
+    try:
+        manifest, fault = read_manifest(path), ""
+    except (CheckpointDamaged, OSError) as error:
+        manifest, fault = None, str(error)
+    return Checkpoint(path=path, step=step, manifest=manifest, fault=fault, aside=aside)
+
+
+def _in_folder(place: Path, *, aside: bool) -> list[Checkpoint]:
+    if not place.is_dir():
+        return []
+    found = [look_at(path, aside=aside) for path in place.iterdir()]
+    return sorted((entry for entry in found if entry.step >= 0), key=_order)
+
+
+def _order(checkpoint: Checkpoint) -> tuple[int, int]:
+    sequence = checkpoint.manifest.sequence if checkpoint.manifest is not None else -1
+    return sequence, checkpoint.step

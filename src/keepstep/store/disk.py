@@ -1,0 +1,253 @@
+"""The one door to the file system: every write, sync, rename, link and delete goes through it.
+
+Guarantees:
+1. A primitive is one file operation, announced by `operation` before it happens; tests record,
+   fail or die there. Nothing in production looks at it.
+2. A file that `replace_file` or `write_new_file` returned from is durable under its name.
+3. An fsync that failed is never tried again on the same descriptor: the kernel forgets the error,
+   and the second call would report a success that is not one. The caller starts a new file.
+
+What breaks without it: a rename whose data are not synced leaves an empty file after a power cut;
+a synced file whose folder is not synced has no name.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from keepstep.store.layout import temporary_name
+
+_GATHER_BYTES = 1 << 20
+"""Writes below this are gathered: a system call then costs less than copying what it writes."""
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class Disk:
+    """The real file system."""
+
+    def operation(self, name: str, path: Path) -> None:
+        """Announce a file operation that is about to happen; the seam of the tests."""
+
+    # Primitives: one operation each.
+
+    def create(self, path: Path) -> int:
+        """Create a file that is not there yet; return its descriptor."""
+        self.operation("create", path)
+        # O_NOFOLLOW and O_EXCL: a link planted under our name must not lead the bytes elsewhere.
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+    def open_for_append(self, path: Path) -> int:
+        """Open a file to write at its end, creating it where it is missing."""
+        self.operation("open_for_append", path)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
+        """Write all of `data`; the kernel may take it in several parts."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while len(view):
+            self.operation("write", path)
+            view = view[os.write(descriptor, view) :]
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Make a file's bytes durable (not its name)."""
+        self.operation("sync", path)
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int, path: Path) -> None:
+        """Close a descriptor; some file systems report a failed write only here."""
+        self.operation("close", path)
+        os.close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        self.operation("sync_folder", path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_folder(self, path: Path) -> None:
+        """Create one folder that is not there yet."""
+        self.operation("make_folder", path)
+        os.mkdir(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file, link or folder another name, replacing a file of that name."""
+        self.operation("rename", new)
+        os.rename(old, new)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Swap the names of two files or folders in one step (Linux' renameat2).
+
+        OSError (ENOSYS, EINVAL) where the system or the file system cannot: a swap by two renames
+        would leave, for an instant, neither under its name.
+        """
+        self.operation("exchange", other)
+        libc = ctypes.CDLL(None, use_errno=True)
+        arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+        if libc.renameat2(*arguments) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot swap names: {os.strerror(code)}", str(other))
+
+    def symlink(self, target: str, path: Path) -> None:
+        """Create a symbolic link at `path`."""
+        self.operation("symlink", path)
+        os.symlink(target, path)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file or link."""
+        self.operation("unlink", path)
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        self.operation("remove_folder", path)
+        os.rmdir(path)
+
+    # Built from the primitives.
+
+    def make_folders(self, path: Path) -> None:
+        """Create a folder and its parents where they are missing, each durable in its parent."""
+        if path.is_dir():
+            return
+        self.make_folders(path.parent)
+        try:
+            self.make_folder(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        self.sync_folder(path.parent)
+
+    def write_new_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> int:
+        """Write a new file and make its bytes durable; return its size.
+
+        The name becomes durable with the folder: the caller syncs that once for all its files.
+        """
+        descriptor, size = self.create(path), 0
+        try:
+            for chunk in _gathered(chunks):
+                self.write(descriptor, chunk, path)
+                size += len(chunk)
+            self.sync(descriptor, path)
+        except BaseException:
+            # The first error is what happened; a second one of the close would hide it.
+            os.close(descriptor)
+            raise
+        self.close(descriptor, path)
+        return size
+
+    def replace_file(self, path: Path, data: bytes) -> None:
+        """Make `path` hold `data`, durably; a crash leaves the old content or the new one."""
+        temporary = path.with_name(temporary_name(path.name))
+        try:
+            self.write_new_file(temporary, [data])
+            self.rename(temporary, path)
+        except OSError as error:
+            self.discard(temporary, because=error)
+            raise
+        self.sync_folder(path.parent)
+
+    def point_link(self, path: Path, target: str) -> None:
+        """Make `path` a link to `target`, durably; a crash leaves the old link or the new one."""
+        if path.is_symlink() and os.readlink(path) == target:
+            return
+        temporary = path.with_name(temporary_name(path.name))
+        try:
+            self.symlink(target, temporary)
+            self.rename(temporary, path)
+        except OSError as error:
+            self.discard(temporary, because=error)
+            raise
+        self.sync_folder(path.parent)
+
+    def remove_link(self, path: Path) -> None:
+        """Remove a link, durably, where it is one; anything else of that name is not ours."""
+        if path.is_symlink():
+            self.unlink(path)
+            self.sync_folder(path.parent)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder with all that is in it; links in it are removed, not followed."""
+        with os.scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                self.remove_tree(Path(entry.path))
+            else:
+                self.unlink(Path(entry.path))
+        self.remove_folder(path)
+
+    def discard(self, path: Path, *, because: BaseException) -> None:
+        """Remove what a failed operation left behind; where that fails too, the error says so.
+
+        Whatever stays has a leftover's name, and the next session sweeps it away.
+        """
+        try:
+            if path.is_dir() and not path.is_symlink():
+                self.remove_tree(path)
+            elif path.is_symlink() or path.exists():
+                self.unlink(path)
+        except OSError as second:
+            because.add_note(f"{path} was left behind: {second}")
+
+    def open_append(self, path: Path) -> "AppendFile":
+        """Open a file to which lines are appended, each with one write."""
+        return AppendFile(self, path)
+
+
+def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield the same bytes in fewer parts: a model may have thousands of small tensors."""
+    waiting = bytearray()
+    for chunk in chunks:
+        if len(chunk) >= _GATHER_BYTES:
+            if waiting:
+                yield bytes(waiting)
+                waiting.clear()
+            yield chunk
+        else:
+            waiting += chunk
+            if len(waiting) >= _GATHER_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
+class AppendFile:
+    """A file that only grows."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk = disk
+        self._path = path
+        self._descriptor = disk.open_for_append(path)
+
+    def write(self, data: bytes) -> None:
+        """Append `data`; it is in the kernel's hands, not yet durable, when this returns."""
+        self._disk.write(self._descriptor, data, self._path)
+
+    def sync(self) -> None:
+        """Make all that was appended durable, and the file's name too."""
+        self._disk.sync(self._descriptor, self._path)
+        self._disk.sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._disk.close(self._descriptor, self._path)
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()

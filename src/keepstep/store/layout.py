@@ -1,0 +1,64 @@
+"""Every name in a run's folder, once.
+
+Names that are not made by these functions are not ours, and are never touched.
+"""
+
+import re
+import secrets
+
+MANIFEST_NAME = "manifest.json"
+CHECKPOINTS_NAME = "checkpoints"
+ASIDE_NAME = "aside"
+LOCK_NAME = "lock"
+JOURNAL_NAME = "journal.jsonl"
+OUTCOME_NAME = "outcome.json"
+RUN_TOML_NAME = "run.toml"
+LATEST_NAME = "latest"
+BEST_NAME = "best"
+
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+_LEFTOVER = re.compile(
+    r"\.staging-[0-9]+-[0-9a-f]{16}|\.trash-[0-9a-f]{16}|\.[A-Za-z0-9_.-]+-[0-9a-f]{16}\.tmp"
+)
+_DATA_FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's checkpoint folder: `step_1200`."""
+    return f"step_{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a folder's name stands for, or None if it is not a checkpoint's name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def data_name(rank: int) -> str:
+    """Return the name of the data file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def is_data_name(name: str) -> bool:
+    """Tell whether a name is one that a rank's data file can have: never a path."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def staging_name(step: int) -> str:
+    """Return a new name for a save in progress."""
+    return f".staging-{step}-{secrets.token_hex(8)}"
+
+
+def trash_name() -> str:
+    """Return a new name for a delete in progress."""
+    return f".trash-{secrets.token_hex(8)}"
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name for a file or link that is about to be renamed to `name`."""
+    return f".{name}-{secrets.token_hex(8)}.tmp"
+
+
+def is_leftover(name: str) -> bool:
+    """Tell whether a name is one that only a save, a delete or a rename in progress can have."""
+    return _LEFTOVER.fullmatch(name) is not None

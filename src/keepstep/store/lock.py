@@ -1,0 +1,100 @@
+"""One live session a folder.
+
+Guarantees: while a session holds the lock, another one that asks for it is refused and told who
+holds it; a session that dies in any way holds it no longer. The lock is a POSIX record lock: a
+data worker that outlives its killed parent does not keep it (a flock it would), and it works over
+NFS. Two pitfalls of such locks are handled here: within one process they do not conflict, and
+closing any descriptor of the file drops them; so a process-wide register of held paths is asked
+first, and nothing else opens a lock file that this process holds.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from keepstep.errors import Locked
+
+_held: set[Path] = set()
+
+
+class FolderLock:
+    """The lock of a run's folder, a file named `lock` in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Hold the lock from here on; Locked says who has it instead."""
+        path = self._path.resolve()
+        if path in _held:
+            raise _locked(path, {"pid": os.getpid(), "host": socket.gethostname()})
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _read_holder(descriptor)
+            os.close(descriptor)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _locked(path, holder) from error
+            raise
+        words = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": " ".join(sys.argv),
+        }
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps(words) + "\n").encode(), 0)
+        self._descriptor = descriptor
+        _held.add(path)
+
+    def release(self) -> None:
+        """Let the lock go; the file stays, since removing it would let two sessions hold one."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.discard(self._path.resolve())
+
+    def __enter__(self) -> Self:
+        """Acquire the lock."""
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release the lock."""
+        self.release()
+
+
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    try:
+        words = json.loads(os.pread(descriptor, 65536, 0))
+    except ValueError:
+        return {}
+    return words if isinstance(words, dict) else {}
+
+
+def _locked(path: Path, holder: dict[str, Any]) -> Locked:
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+    since = f" since {holder['since']}" if "since" in holder else ""
+    return Locked(
+        f"{path.parent} is held by another session: {who}{since}",
+        hint="Wait for it to end or stop it; a session that was killed does not hold the lock.",
+    )

@@ -1,0 +1,77 @@
+"""Which checkpoints to keep: a pure function of the manifests and the policy.
+
+Guarantees: the order is that of the commits, never of names, steps or times. What is newest,
+best, a milestone, on a step to be kept for ever, or protected by the caller is always kept.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from keepstep.store.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """The policy. `keep_last_n = 0` keeps all."""
+
+    keep_last_n: int = 2
+    keep_best_n: int = 1
+    keep_every: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        for name in ("keep_last_n", "keep_best_n", "keep_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
+
+
+def reasons_to_keep(
+    manifests: Sequence[Manifest],
+    policy: Retention,
+    *,
+    best: int | None = None,
+    protected: Collection[int] = (),
+) -> dict[int, list[str]]:
+    """Return for each sequence number why it is kept; what has no reason may go.
+
+    ``best``: the sequence of the best so far. ``protected``: what is being resumed from.
+    """
+    ordered = sorted(manifests, key=lambda manifest: manifest.sequence)
+    reasons: dict[int, list[str]] = {manifest.sequence: [] for manifest in ordered}
+    plain = [manifest for manifest in ordered if not manifest.milestone]
+    if policy.keep_last_n == 0:
+        for manifest in plain:
+            reasons[manifest.sequence].append("all are kept")
+    elif plain:
+        for manifest in plain[-policy.keep_last_n :]:
+            reasons[manifest.sequence].append(f"last {policy.keep_last_n}")
+    for manifest in ordered:
+        if manifest.milestone:
+            reasons[manifest.sequence].append("milestone")
+        if policy.keep_every and manifest.step % policy.keep_every == 0:
+            reasons[manifest.sequence].append(f"every {policy.keep_every:,}")
+    for sequence in protected:
+        reasons.get(sequence, []).append("in use")
+    for sequence in _best(ordered, policy.keep_best_n, best):
+        reasons[sequence].append("best")
+    if ordered:
+        reasons[ordered[-1].sequence].append("newest")
+    return reasons
+
+
+def _best(ordered: Sequence[Manifest], count: int, best: int | None) -> list[int]:
+    """Return the sequences of the best `count`; the best so far is always among them."""
+    present = {manifest.sequence for manifest in ordered}
+    first = [best] if best in present and best is not None else []
+    named = next((m.best for m in reversed(ordered) if m.best is not None), None)
+    if named is None or count <= 1:
+        return first
+    sign = 1.0 if named.mode == "min" else -1.0
+    scored = [
+        (sign * manifest.metrics[named.metric], manifest.sequence)
+        for manifest in ordered
+        if math.isfinite(manifest.metrics.get(named.metric, math.nan))
+    ]
+    ranked = [sequence for _, sequence in sorted(scored) if sequence not in first]
+    return (first + ranked)[:count]

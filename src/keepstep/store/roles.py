@@ -1,0 +1,66 @@
+"""Which checkpoint is the latest and the best, and which one a person means by a name.
+
+The manifests decide. The links `latest` and `best` are written for people; one case alone reads
+one: an evaluation that was made after its checkpoint was committed stands in no manifest until
+the next save, and only where `best` points at the newest checkpoint itself.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from keepstep.errors import NotFound
+from keepstep.store.catalog import Checkpoint, list_checkpoints
+from keepstep.store.layout import BEST_NAME, LATEST_NAME, step_name
+from keepstep.store.manifest import Manifest
+
+
+def found_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return all checkpoints of a run, aside ones last; NotFound where there are none."""
+    if not folder.is_dir():
+        raise NotFound(f"there is no folder {folder}")
+    entries = list_checkpoints(folder, aside=True)
+    if not entries:
+        raise NotFound(
+            f"{folder} holds no checkpoints",
+            hint="Give the folder of a run (runs/NAME), or that of its checkpoints.",
+        )
+    return entries
+
+
+def find_checkpoint(folder: Path, name: str) -> Checkpoint:
+    """Return the checkpoint of that name, step or role; NotFound lists what there is."""
+    entries = found_checkpoints(folder)
+    for entry in entries:
+        names = [label_of(entry), *roles_of(entry, entries)]
+        if not entry.aside:
+            names.append(str(entry.step))
+        if name in names:
+            return entry
+    listed = ", ".join(label_of(entry) for entry in entries)
+    raise NotFound(f"{folder} holds no checkpoint {name!r}; it holds {listed}")
+
+
+def roles_of(entry: Checkpoint, entries: Sequence[Checkpoint]) -> list[str]:
+    """Return what a checkpoint is among the others: latest, best, milestone, aside."""
+    if entry.aside:
+        return ["aside"]
+    kept = [other.manifest for other in entries if other.manifest and not other.aside]
+    if entry.manifest is None or not kept:
+        return []
+    newest = max(kept, key=lambda manifest: manifest.sequence)
+    roles = [LATEST_NAME] if entry.manifest.sequence == newest.sequence else []
+    if _best_sequence(entry.path.parent, newest) == entry.manifest.sequence:
+        roles.append(BEST_NAME)
+    return roles + (["milestone"] if entry.manifest.milestone else [])
+
+
+def label_of(entry: Checkpoint) -> str:
+    """Return the name that a person uses: `step_10`, or `aside/step_10`."""
+    return f"{entry.path.parent.name}/{entry.name}" if entry.aside else entry.name
+
+
+def _best_sequence(folder: Path, newest: Manifest) -> int | None:
+    link = folder / BEST_NAME
+    if link.is_symlink() and link.readlink().name == step_name(newest.step):
+        return newest.sequence
+    return newest.best.sequence if newest.best is not None else None

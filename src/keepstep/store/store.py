@@ -1,0 +1,350 @@
+"""Crash-safe, verified checkpoints in a folder: save, restore, keep, delete.
+
+Invariants:
+1. A folder named `step_N` is a whole checkpoint, or was one until something outside damaged it:
+   it gets that name by one rename, after everything in it is durable.
+2. `save` returns after the rename is durable, and not before.
+3. Nothing that has a committed name is ever written to again; it is renamed aside or to trash.
+4. `latest` and `best` are for people; this module never reads them.
+5. Retention runs after the new checkpoint is durable, in the order of commits.
+
+The sequence number is one more than any that the folder has ever shown, also in `aside/`, so a
+checkpoint that was given up never looks newer than one that follows.
+"""
+
+import errno
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
+from keepstep.store import commit
+from keepstep.store.best import BestSoFar
+from keepstep.store.catalog import Checkpoint, list_checkpoints, look_at
+from keepstep.store.disk import Disk
+from keepstep.store.layout import LOCK_NAME, step_name
+from keepstep.store.lock import FolderLock
+from keepstep.store.manifest import Best, Manifest, fingerprint_of
+from keepstep.store.resume import Restored, check_identity, choose
+from keepstep.store.retention import Retention, reasons_to_keep
+from keepstep.store.sweep import sweep
+
+_BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
+
+
+def _ignore(_event: str, **_facts: Any) -> None:
+    """Hear nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A committed checkpoint; `new` is False where it was there already, from this very state."""
+
+    path: Path
+    manifest: Manifest
+    new: bool
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """Size of all data files."""
+        return self.manifest.size
+
+
+class Store:
+    """The checkpoints of one run, in `folder`; open it for a session with `with` or `open`.
+
+    `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
+    `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
+    deleted, housekeeping_failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep_last_n: int = 2,
+        keep_best_n: int = 1,
+        keep_every: int = 0,
+        best_metric: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        save_retries: int = 2,
+        lock: FolderLock | None = None,
+        disk: Disk | None = None,
+        on_event: Callable[..., None] = _ignore,
+    ) -> None:
+        self.folder = Path(folder)
+        self.policy = Retention(
+            keep_last_n=keep_last_n, keep_best_n=keep_best_n, keep_every=keep_every
+        )
+        self.run_id = secrets.token_hex(8)
+        self.newest: Manifest | None = None
+        self._disk = disk if disk is not None else Disk()
+        self._shared_lock = lock
+        self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
+        self._best = BestSoFar(metric=best_metric, mode=best_mode)
+        self._save_retries = save_retries
+        self._on_event = on_event
+        self._next_sequence = 1
+        self._resumed_from: int | None = None
+        self._ready_to_save = False
+        self._open = False
+
+    @property
+    def best(self) -> Best | None:
+        """The best value so far and the checkpoint that had it."""
+        return self._best.best
+
+    def open(self) -> None:
+        """Hold the folder and sweep what a dead session left in it; Locked if it is in use."""
+        if self._open:
+            return
+        self._disk.make_folders(self.folder)
+        if self._shared_lock is None:
+            self._lock.acquire()
+        self._open = True
+        for name in sweep(self.folder, self._disk):
+            self._on_event("swept", name=name)
+        found = list_checkpoints(self.folder, aside=True)
+        self._next_sequence = 1 + max((c.manifest.sequence for c in found if c.manifest), default=0)
+        self._ready_to_save = not any(not entry.aside for entry in found)
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._open and self._shared_lock is None:
+            self._lock.release()
+        self._open = False
+
+    def __enter__(self) -> Self:
+        """Open the store."""
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    def restore(
+        self,
+        choice: Literal["newest", "fresh"] | int = "newest",
+        *,
+        must_match: Mapping[str, Any] | None = None,
+    ) -> Restored | None:
+        """Return the state to continue from, every byte verified; None where nothing is there.
+
+        A damaged checkpoint is passed over by name for the newest whole one. What is not on the
+        chosen one's line is moved to `aside/`: never deleted, never chosen. Raises
+        CheckpointDamaged where none is whole, OtherRun where `must_match` differs, NotFound for a
+        step that is not there, UsageError for "fresh" in a folder that holds checkpoints.
+        """
+        self.open()
+        found = list_checkpoints(self.folder)
+        if not found:
+            if isinstance(choice, int):
+                raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
+            return None
+        if choice == "fresh":
+            raise UsageError(
+                f"{self.folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
+                hint="Choose a new folder, or move the checkpoints away.",
+            )
+        chosen = choose(found, step=choice if isinstance(choice, int) else None)
+        manifest, state, skipped = chosen
+        check_identity(manifest, must_match, folder=self.folder)
+        self.run_id = manifest.run_id
+        self.newest = manifest
+        self._resumed_from = manifest.sequence
+        set_aside = self._set_aside_others(found, manifest)
+        remaining = [c.manifest for c in list_checkpoints(self.folder) if c.manifest is not None]
+        self._best.restore(manifest, remaining)
+        self._point_links()
+        self._ready_to_save = True
+        return Restored(
+            path=self.folder / step_name(manifest.step),
+            manifest=manifest,
+            state=state,
+            skipped=skipped,
+            set_aside=set_aside,
+        )
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        updates: int | None = None,
+        samples: int = 0,
+        tokens: int = 0,
+        metrics: Mapping[str, float] | None = None,
+        milestone: bool = False,
+        must_match: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> Saved:
+        """Commit `state` as the checkpoint of `step`; it is durable when this returns.
+
+        `state` is a tree of tensors and plain values; anything else is refused by name
+        (UnsafeState). Saving again what is already committed changes nothing. Raises SaveFailed
+        after the retries; every older checkpoint is then as it was.
+        """
+        from keepstep.store.tensors import take_apart
+
+        self.open()
+        if not self._ready_to_save:
+            raise UsageError(
+                f"{self.folder} holds checkpoints, and this session has not looked at them",
+                hint="Call restore() before the first save, or choose an empty folder.",
+            )
+        started = time.monotonic()
+        snapshot = take_apart(state)
+        self._on_event("snapshot", step=step)
+        sequence = self._next_sequence
+        measured = dict(metrics or {})
+        facts = commit.Facts(
+            run_id=self.run_id,
+            sequence=sequence,
+            parent=self.newest.sequence if self.newest is not None else None,
+            step=step,
+            updates=step if updates is None else updates,
+            samples=samples,
+            tokens=tokens,
+            must_match=dict(must_match or {}),
+            fingerprint=fingerprint_of(must_match or {}),
+            environment=dict(environment or {}),
+            metrics=measured,
+            best=self._best.after(measured, sequence=sequence, step=step),
+            milestone=milestone,
+        )
+        manifest, new = self._commit_with_retries(snapshot, facts)
+        seconds = time.monotonic() - started
+        saved = Saved(
+            path=self.folder / step_name(step), manifest=manifest, new=new, seconds=seconds
+        )
+        if new:
+            self._next_sequence = sequence + 1
+            self.newest = manifest
+            self._best.best = manifest.best
+            self._on_event("committed", manifest=manifest, path=saved.path, seconds=seconds)
+        elif measured:
+            self._best.best = self._best.after(measured, sequence=manifest.sequence, step=step)
+        self._after_commit()
+        return saved
+
+    def would_be_best(self, metrics: Mapping[str, float]) -> bool:
+        """Tell whether a checkpoint with these metrics would be the best so far."""
+        return self._best.after(metrics, sequence=-1, step=-1) != self._best.best
+
+    def mark_best(self, metrics: Mapping[str, float], *, step: int) -> bool:
+        """Judge a committed checkpoint by metrics that were found after it was saved.
+
+        The checkpoint is not modified; the next manifest records it. Returns whether it is the
+        best now.
+        """
+        entry = look_at(self.folder / step_name(step))
+        if entry.manifest is None:
+            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
+        before = self._best.best
+        self._best.best = self._best.after(metrics, sequence=entry.manifest.sequence, step=step)
+        self._point_links()
+        return self._best.best != before
+
+    def fence(self) -> None:
+        """Return when the parameters may be changed: at once, since saves are synchronous."""
+
+    def drain(self, deadline_seconds: float) -> bool:
+        """Finish what is being written; True if nothing is left. Synchronous saves leave none."""
+        return deadline_seconds >= 0
+
+    def _commit_with_retries(self, snapshot: Any, facts: commit.Facts) -> tuple[Manifest, bool]:
+        for attempt in range(self._save_retries + 1):
+            try:
+                return commit.commit(
+                    snapshot, facts, folder=self.folder, disk=self._disk, on_event=self._on_event
+                )
+            except OSError as error:
+                if attempt == self._save_retries:
+                    raise self._save_failed(error, facts.step) from error
+                self._on_event("retry", attempt=attempt + 1, step=facts.step, error=str(error))
+                wait = _BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]
+                threading.Event().wait(wait)
+        raise AssertionError("the loop above returns or raises")
+
+    def _save_failed(self, error: OSError, step: int) -> SaveFailed:
+        hint = "Mend the disk, then run the same command to continue."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "Make room, then run the same command to continue."
+        newest = f"step_{self.newest.step}" if self.newest is not None else "none"
+        return SaveFailed(
+            f"step {step} could not be saved in {self.folder}: {error};"
+            f" the newest checkpoint is {newest}, and every older one is as it was",
+            hint=hint,
+        )
+
+    def _set_aside_others(self, found: list[Checkpoint], manifest: Manifest) -> tuple[str, ...]:
+        """Move aside what the chosen checkpoint does not follow from: damaged, or later."""
+        others = [
+            entry
+            for entry in found
+            if entry.step != manifest.step
+            and (entry.manifest is None or entry.manifest.sequence > manifest.sequence)
+        ]
+        for entry in others:
+            new_name = commit.set_aside(entry.path, disk=self._disk)
+            self._on_event("set_aside", name=entry.name, new_name=new_name)
+        return tuple(entry.name for entry in others)
+
+    def _after_commit(self) -> None:
+        """Point the links and delete what has no reason to stay; roles are looked at again here.
+
+        The checkpoint is committed: a failure here is told, and does not make the save a failure.
+        """
+        try:
+            self._point_links()
+            self._retain()
+        except OSError as error:
+            self._on_event("housekeeping_failed", error=str(error))
+
+    def _point_links(self) -> None:
+        best = self._best.best
+        commit.point_links(
+            self.folder,
+            latest=self.newest.step if self.newest is not None else None,
+            best=best.step if best is not None else None,
+            disk=self._disk,
+        )
+
+    def _retain(self) -> None:
+        entries = {
+            entry.manifest.sequence: entry
+            for entry in list_checkpoints(self.folder)
+            if entry.manifest is not None
+        }
+        reasons = reasons_to_keep(
+            [entry.manifest for entry in entries.values() if entry.manifest is not None],
+            self.policy,
+            best=self._best.best.sequence if self._best.best is not None else None,
+            protected=[self.newest.sequence] if self.newest is not None else [],
+        )
+        for sequence, kept_because in reasons.items():
+            if not kept_because:
+                commit.delete(entries[sequence].path, disk=self._disk)
+                self._on_event("deleted", name=entries[sequence].name)
+
+
+def load_state(path: Path | str, *, only: str | None = None) -> dict[str, Any]:
+    """Return the state of one checkpoint's folder, verified; for reading, without a lock."""
+    from keepstep.store.tensors import read_state
+
+    entry = look_at(Path(path).resolve())
+    if entry.manifest is None:
+        raise CheckpointDamaged(f"{path}: {entry.fault}")
+    return read_state(entry.path, entry.manifest, only=only)

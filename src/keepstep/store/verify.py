@@ -1,0 +1,64 @@
+"""Re-read every byte of a checkpoint and report; never repair. Needs no lock and no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keepstep.errors import CheckpointDamaged
+from keepstep.store.catalog import Checkpoint
+from keepstep.store.manifest import FileEntry, Manifest, digest_of, read_manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is wrong with a checkpoint: in which file, in which tensor, at which byte."""
+
+    file: str
+    tensor: str
+    offset: int
+    message: str
+
+
+def verify(checkpoint: Checkpoint) -> list[Fault]:
+    """Return all faults of a checkpoint; none means that every byte is what was saved."""
+    try:
+        manifest = read_manifest(checkpoint.path)
+    except (CheckpointDamaged, OSError) as error:
+        return [Fault(file="manifest.json", tensor="", offset=0, message=str(error))]
+    faults: list[Fault] = []
+    for entry in manifest.files:
+        try:
+            faults += _verify_file(checkpoint, manifest, entry)
+        except OSError as error:
+            faults.append(Fault(file=entry.name, tensor="", offset=0, message=str(error)))
+    return faults
+
+
+def _verify_file(checkpoint: Checkpoint, manifest: Manifest, entry: FileEntry) -> list[Fault]:
+    ranges = [("", 0, entry.header_end, entry.header_digest)]
+    ranges += [
+        (tensor.name, piece.start, piece.end, piece.digest)
+        for tensor in manifest.tensors
+        for piece in tensor.pieces
+        if piece.file == entry.name
+    ]
+    faults = []
+    with (checkpoint.path / entry.name).open("rb", buffering=0) as file:
+        for tensor, start, end, digest in sorted(ranges, key=lambda part: part[1:3]):
+            file.seek(start)
+            if digest_of(_read(file.read, end - start)) != digest:
+                what = f"tensor {tensor}" if tensor else "the header"
+                message = f"bytes {start:,} to {end:,} ({what}) do not match their digest"
+                faults.append(Fault(file=entry.name, tensor=tensor, offset=start, message=message))
+    return faults
+
+
+def _read(read: Callable[[int], bytes | None], count: int) -> bytes:
+    """Read `count` bytes, or fewer where the file ends; one call may return a part."""
+    parts: list[bytes] = []
+    while count > 0:
+        part = read(count)
+        if not part:
+            break
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,121 @@
+"""Samples and batches of tokens: pure functions of (seed, position).
+
+Guarantees: the batch at a position does not depend on the number of workers, on what was read
+before, or on how the batch is split; each sample comes exactly once an epoch. Workers do not hear
+the signals that stop a run (the run hears them), and do not outlive it.
+"""
+
+import ctypes
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from keepstep.errors import DataError
+from keepstep.state.data_position import sample_indices
+from keepstep.tasks.language.tokens import Tokens, check_vocabulary
+
+_RUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+
+
+class Windows:
+    """Tokens cut into samples of `length + 1`, of which the last is the first of the next one."""
+
+    def __init__(self, tokens: Tokens, *, length: int, vocab_size: int, name: str) -> None:
+        self._tokens = tokens
+        self._length = length
+        self._vocab_size = vocab_size
+        self._name = name
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return max(0, (len(self._tokens) - 1) // self._length)
+
+    def take(self, samples: np.ndarray) -> torch.Tensor:
+        """Return samples as int64, shape (len(samples), length + 1)."""
+        places = samples[:, None] * self._length + np.arange(self._length + 1)
+        taken = self._tokens[places]
+        check_vocabulary(taken.reshape(-1), self._vocab_size, where=f"data part {self._name!r}")
+        return torch.from_numpy(taken.astype(np.int64))
+
+    def require(self, samples: int) -> None:
+        """Raise DataError where there are fewer samples than that."""
+        if len(self) < samples:
+            raise DataError(
+                f"data part {self._name!r} has {len(self._tokens):,} tokens, which is"
+                f" {len(self)} samples of {self._length}; at least {samples} are needed",
+                hint="Prepare more text, or lower data.sequence_length or train.global_batch.",
+            )
+
+
+class BatchDataset(Dataset[torch.Tensor]):
+    """The n-th batch behind a position, by n."""
+
+    def __init__(self, windows: Windows, *, seed: int, position: int, batch: int) -> None:
+        self._windows = windows
+        self._seed = seed
+        self._position = position
+        self._batch = batch
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """Return the samples of a batch, shape (batch, length + 1)."""
+        start = self._position + number * self._batch
+        positions = np.arange(start, start + self._batch, dtype=np.int64)
+        return self._windows.take(sample_indices(self._seed, positions, len(self._windows)))
+
+
+def iterate_batches(dataset: BatchDataset, *, workers: int) -> Iterator[torch.Tensor]:
+    """Yield batch after batch without end, loaded ahead by `workers` processes."""
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=_Counting(),
+        num_workers=workers,
+        worker_init_fn=_begin_worker if workers else None,
+        pin_memory=torch.cuda.is_available(),
+        # A generator of its own: the loader draws from it, and training's must not be touched.
+        generator=torch.Generator(),
+    )
+    with _signals_held_back():
+        batches = iter(loader)
+    yield from batches
+
+
+class _Counting:
+    """A sampler of 0, 1, 2, ..."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Hold signals back while workers are forked.
+
+    A worker is born with the run's handlers and wake-up descriptor; a signal to the whole process
+    group would go through them and count twice. It keeps the mask until it ignores the signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _RUN_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(worker: int) -> None:
+    del worker
+    signal.set_wakeup_fd(-1)
+    for number in _RUN_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RUN_SIGNALS)
+    # A run that was killed cannot end its workers; the kernel does.
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
+        os._exit(1)

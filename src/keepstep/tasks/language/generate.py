@@ -1,0 +1,75 @@
+"""Text from a run's model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from keepstep.errors import NotFound, UsageError
+from keepstep.store import load_state
+from keepstep.store.layout import BEST_NAME, LATEST_NAME, RUN_TOML_NAME
+from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
+from keepstep.tasks.language.config import LanguageConfig
+from keepstep.tasks.language.model import build_decoder
+from keepstep.tasks.language.task import data_folder
+from keepstep.tasks.language.tokens import TOKENIZER_NAME, open_tokens
+from keepstep.tasks.registry import load_task_config
+
+
+def generate_text(
+    run: Path, *, checkpoint: str, prompt: str, max_tokens: int, temperature: float, seed: int
+) -> tuple[str, str]:
+    """Return the prompt with what the model adds to it, and the name of the checkpoint used."""
+    config = _config(run)
+    wanted = checkpoint
+    entries = found_checkpoints(run)
+    if checkpoint == BEST_NAME and not any(BEST_NAME in roles_of(e, entries) for e in entries):
+        # A run that was never evaluated has no best; its latest is then the best there is.
+        wanted = LATEST_NAME
+    entry = find_checkpoint(run, wanted)
+    tokens = open_tokens(data_folder(config.data))
+    tokenizer = Tokenizer.from_file(str(tokens.folder / TOKENIZER_NAME))
+    model = build_decoder(
+        config.model,
+        vocab_size=tokens.vocab_size,
+        sequence_length=config.data.sequence_length,
+    )
+    model.load_state_dict(load_state(entry.path, only="model")["model"])
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise UsageError("the prompt is empty")
+    added = _continue(model, ids, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    return tokenizer.decode([*ids, *added]), label_of(entry)
+
+
+def _continue(
+    model: Any, ids: list[int], *, max_tokens: int, temperature: float, seed: int
+) -> list[int]:
+    """Return the tokens that the model adds."""
+    torch.manual_seed(seed)
+    model.eval()
+    given = torch.tensor([ids])
+    drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    written = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=max_tokens,
+        # A model's own end token means nothing to a tokenizer that was trained elsewhere.
+        eos_token_id=None,
+        pad_token_id=0,
+        use_cache=True,
+        **({"do_sample": False} | drawn),
+    )
+    added: list[int] = written[0, len(ids) :].tolist()
+    return added
+
+
+def _config(run: Path) -> LanguageConfig:
+    path = run / RUN_TOML_NAME
+    if not path.is_file():
+        raise NotFound(f"{run} is not the folder of a run: it has no {RUN_TOML_NAME}")
+    config = load_task_config(path, []).config
+    if not isinstance(config, LanguageConfig):
+        raise UsageError(f"{run} is a run of the task {config.task!r}, not of language")
+    return config

@@ -1,0 +1,117 @@
+"""The language task: next-token prediction."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from keepstep.state.data_position import sample_indices
+from keepstep.tasks.language.config import DataConfig, LanguageConfig
+from keepstep.tasks.language.data import BatchDataset, Windows, iterate_batches
+from keepstep.tasks.language.model import build_decoder
+from keepstep.tasks.language.prepare import prepare_python_stdlib
+from keepstep.tasks.language.tokens import open_tokens
+from keepstep.tasks.task import Batch
+
+
+class LanguageTask:
+    """See `keepstep.tasks.task.Task`."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        self._config = config
+        self.tokens = open_tokens(data_folder(config.data))
+        self._train, self._valid = (
+            Windows(
+                self.tokens.parts[name],
+                length=config.data.sequence_length,
+                vocab_size=self.tokens.vocab_size,
+                name=name,
+            )
+            for name in ("train", "valid")
+        )
+        self._train.require(config.train.global_batch)
+        self._valid.require(1)
+        self.identity: Mapping[str, str | int] = {"digest": self.tokens.digest}
+
+    def build_model(self) -> torch.nn.Module:
+        """Build the decoder; see `build_decoder`."""
+        return build_decoder(
+            self._config.model,
+            vocab_size=self.tokens.vocab_size,
+            sequence_length=self._config.data.sequence_length,
+            activation_checkpointing=self._config.train.activation_checkpointing,
+        )
+
+    def batches(self, position: int) -> Iterator[Batch]:
+        """Yield global batches from a position on; each micro-batch is int64 (sample, token)."""
+        train, data = self._config.train, self._config.data
+        dataset = BatchDataset(
+            self._train,
+            seed=self._config.run.seed,
+            position=position,
+            batch=train.global_batch,
+        )
+        for samples in iterate_batches(dataset, workers=data.workers):
+            yield Batch(
+                micro_batches=torch.split(samples, train.micro_batch or train.global_batch),
+                samples=train.global_batch,
+                tokens=train.global_batch * data.sequence_length,
+            )
+
+    def loss(self, model: Any, micro_batch: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy in nats a token, plus the routers' loss if there is one."""
+        output = model(input_ids=micro_batch[:, :-1], use_cache=False)
+        loss = _cross_entropy(output.logits, micro_batch[:, 1:])
+        router_loss = getattr(output, "aux_loss", None)
+        if router_loss is not None:
+            loss = loss + model.config.router_aux_loss_coef * router_loss
+        return loss
+
+    def evaluate(
+        self, model: torch.nn.Module, stop_requested: Callable[[], bool]
+    ) -> Mapping[str, float] | None:
+        """Return `valid_loss` (nats a token) and `valid_perplexity` over held-out samples."""
+        train = self._config.train
+        size = train.micro_batch or train.global_batch
+        count = min(self._config.evaluation.batches * train.global_batch, len(self._valid))
+        chosen = sample_indices(0, np.arange(count, dtype=np.int64), len(self._valid))
+        device = next(model.parameters()).device
+        total, tokens = 0.0, 0
+        model.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, count, size):
+                    if stop_requested():
+                        return None
+                    samples = self._valid.take(chosen[start : start + size]).to(device)
+                    logits = model(input_ids=samples[:, :-1], use_cache=False).logits
+                    targets = samples[:, 1:]
+                    total += _cross_entropy(logits, targets).double().item() * targets.numel()
+                    tokens += targets.numel()
+        finally:
+            model.train()
+        loss = total / tokens
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"valid_loss": loss, "valid_perplexity": perplexity}
+
+
+def data_folder(data: DataConfig) -> Path:
+    """Return the folder of prepared tokens, making that of a built-in source on first use."""
+    if data.source != "python-stdlib":
+        return Path(data.source).expanduser()
+    cache = Path(data.cache or "~/.cache/keepstep").expanduser()
+    return prepare_python_stdlib(
+        cache,
+        vocab_size=data.vocab_size,
+        valid_share=data.valid_share,
+        megabytes=data.megabytes,
+    )
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean over all tokens; logits (sample, token, vocabulary), in float32."""
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -1,0 +1,49 @@
+"""Tasks by name: entry points of the group `keepstep.tasks`, so that one can live anywhere.
+
+An entry point is a module with `CONFIG` (the config class), `build(config)` (which may import
+torch) and `check(config)` (which may not). Importing the module must stay light.
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from keepstep.config.explain import Problem, suggestion
+from keepstep.config.load import Loaded, load_config
+from keepstep.config.schema import Config
+from keepstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from keepstep.tasks.task import Task
+
+_GROUP = "keepstep.tasks"
+
+
+def load_task_config(path: Path | str, overrides: Sequence[str]) -> Loaded:
+    """Load a config with the sections and the checks of the task that it names."""
+    return load_config(path, overrides, schema_of=config_class, checks_of=_checks)
+
+
+def config_class(task: str) -> type[Config]:
+    """Return the config class of a task; ConfigError where there is no such task."""
+    return cast(type[Config], _module(task).CONFIG)
+
+
+def build_task(config: Config) -> "Task":
+    """Build the task that a config names."""
+    return cast("Task", _module(config.task).build(config))
+
+
+def _checks(config: Config) -> Sequence[Problem]:
+    return cast(Sequence[Problem], _module(config.task).check(config))
+
+
+def _module(task: str) -> ModuleType:
+    known = {point.name: point for point in entry_points(group=_GROUP)}
+    if task not in known:
+        names = ", ".join(sorted(known))
+        near = suggestion(task, list(known))
+        raise ConfigError([f"there is no task {task!r}; there are {names}{near}"])
+    return cast(ModuleType, known[task].load())

@@ -1,0 +1,36 @@
+"""The main path of a training run."""
+
+from collections.abc import Sequence
+
+from keepstep.config.schema import Config
+from keepstep.optim.optimizer import build_optimizer
+from keepstep.run.loop import settle, step_until_done
+from keepstep.run.outcome import Outcome
+from keepstep.run.restore import restore_newest
+from keepstep.run.run import Run, open_run
+from keepstep.run.stop import StopRequests
+from keepstep.state.rng import seed_everything
+from keepstep.state.training_state import TrainingState
+from keepstep.tasks.registry import build_task
+from keepstep.tasks.task import Task
+
+
+def train(config: Config, *, stop: StopRequests, hooks: Sequence[object] = ()) -> Outcome:
+    """Carry the run to its last step, or to the first safe place to stop."""
+    with open_run(config, stop=stop, hooks=hooks) as run:
+        task = build_task(config)
+        state = initial_state(task, run)
+        restore_newest(task, state, run)
+        outcome = step_until_done(task, state, run)
+        return settle(state, run, outcome)
+
+
+def initial_state(task: Task, run: Run) -> TrainingState:
+    """Build the state of step 0, a pure function of the config."""
+    seed_everything(run.config.run.seed, "init", 0, 0)
+    model = task.build_model().to(run.device)
+    model.train()
+    if run.config.train.compile:
+        # In place, so that the names of the parameters stay what they are in the checkpoint.
+        model.compile()
+    return TrainingState(model=model, optimizer=build_optimizer(run.config.optimizer, model))

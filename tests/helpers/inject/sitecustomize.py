@@ -1,0 +1,63 @@
+"""Hooks the real installed command at its file operations; on PYTHONPATH of a child process.
+
+`KEEPSTEP_TEST_INJECT` holds JSON: `at` (the number of the operation, from 1), `action` (kill,
+EIO, ENOSPC or log), `only` (a prefix of operations that count, such as a path's part), `every`
+(fail at each operation from `at` on), `log` (a file that gets one line an operation), `armed_by`
+(a file: operations count only while it is there). The product is unmodified: only the
+announcement `Disk.operation`, which does nothing in production, is replaced.
+"""
+
+import errno
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+
+_SPEC = json.loads(os.environ.get("KEEPSTEP_TEST_INJECT", "{}"))
+_count = 0
+
+
+def _operation(self, name, path):
+    global _count
+    text = f"{name} {path}"
+    if _SPEC.get("only", "") not in text or _SPEC.get("not", "\0") in text:
+        return
+    if "armed_by" in _SPEC and not os.path.exists(_SPEC["armed_by"]):
+        return
+    _count += 1
+    if "log" in _SPEC:
+        with open(_SPEC["log"], "a") as log:
+            log.write(f"{_count} {text}\n")
+    at = _SPEC.get("at", 0)
+    if _count == at or (_SPEC.get("every") and at and _count > at):
+        if _SPEC["action"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if _SPEC["action"] == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        number = getattr(errno, _SPEC["action"])
+        raise OSError(number, os.strerror(number), str(path))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Replaces the announcement as soon as the product imports its disk."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "keepstep.store.disk":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        loader = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module.Disk.operation = _operation
+
+        loader.exec_module = exec_module
+        return spec
+
+
+if _SPEC:
+    sys.meta_path.insert(0, _Finder())
