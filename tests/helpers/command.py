@@ -55,7 +55,12 @@ def keepstep(
 class Session:
     """A command that runs while the test looks on."""
 
-    def __init__(self, *words: object, extra: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *words: object,
+        extra: Mapping[str, str] | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
         self.process = subprocess.Popen(
             [str(KEEPSTEP), *map(str, words)],
             stdout=subprocess.PIPE,
@@ -63,6 +68,7 @@ class Session:
             text=True,
             env=environment(extra),
             start_new_session=True,
+            pass_fds=pass_fds,
         )
         self.lines: list[str] = []
         # A command that hangs is killed, so that no read of its output waits for ever.
@@ -77,6 +83,8 @@ class Session:
         self.kill_group()
         self.process.wait()
         self._timer.cancel()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def wait_for(self, text: str) -> str:
         """Read the output until a line holds `text`; the line is returned."""

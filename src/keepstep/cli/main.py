@@ -4,6 +4,7 @@ Everything heavy is imported by the command that needs it: `--help` and every co
 reads import no torch. For `train`, nothing comes before the signal handlers.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeepstepError as error:
         print(f"error: {error}", *_notes(error), sep="\n", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {_words_of(error)}", *_notes(error), sep="\n", file=sys.stderr)
+            return 1
         # Whoever read our output went away, as in `keepstep ckpt ls | head`. Nothing is left to
         # flush at exit into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,6 +94,14 @@ def _language() -> Callable[[Sequence[str]], int]:
     from keepstep.cli.language import run_language
 
     return run_language
+
+
+def _words_of(error: OSError) -> str:
+    """Say what the system refused, where, and what can be done about a full disk."""
+    where = f"{error.filename}: " if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "\nMake room, then run the same command to continue." if full else ""
+    return f"{where}{error.strerror or error}{hint}"
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from keepstep.config.checks import cross_checks, single_checks
 from keepstep.config.explain import Problem, Sources, explain
-from keepstep.config.overrides import apply_overrides
+from keepstep.config.overrides import FlagValue, apply_overrides
 from keepstep.config.schema import Config
 from keepstep.config.validate import validate
 from keepstep.errors import ConfigError, NotFound
@@ -44,6 +44,7 @@ def load_config(
     tree = _read(place, sources, chain=())
     problems = apply_overrides(tree, overrides, sources)
     task = tree.get("task", "language")
+    task = task.text if isinstance(task, FlagValue) else task
     try:
         schema = schema_of(task if isinstance(task, str) else repr(task))
     except ConfigError as error:

@@ -2,9 +2,18 @@
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keepstep.config.explain import Problem, Sources
+
+
+@dataclass(frozen=True)
+class FlagValue:
+    """What a flag gave: the text, and what it is as TOML. The field's type says which is meant."""
+
+    text: str
+    value: Any
 
 
 def apply_overrides(
@@ -12,8 +21,7 @@ def apply_overrides(
 ) -> list[Problem]:
     """Put the overrides into the tree, in order; return what cannot be understood.
 
-    A value is read as TOML where it is valid TOML (`10`, `true`, `[1, 2]`), else as text.
-    `none` takes an optional section away.
+    A value becomes a `FlagValue`. `none` takes an optional section away.
     """
     problems: list[Problem] = []
     words = list(overrides)
@@ -37,25 +45,25 @@ def apply_overrides(
     return problems
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> bool:
+def _put(tree: dict[str, Any], path: list[str], given: FlagValue) -> bool:
     """Set a value in the tree, making tables on the way; False where a plain value is in it."""
     for name in path[:-1]:
         inner = tree.setdefault(name, {})
-        if inner is None:
+        if isinstance(inner, FlagValue) and inner.value is None:
             inner = tree[name] = {}
         if not isinstance(inner, dict):
             return False
         tree = inner
-    if isinstance(tree.get(path[-1]), dict) and not isinstance(value, dict) and value is not None:
+    if isinstance(tree.get(path[-1]), dict) and given.value is not None:
         return False
-    tree[path[-1]] = value
+    tree[path[-1]] = given
     return True
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> FlagValue:
     if text == "none":
-        return None
+        return FlagValue(text, None)
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return FlagValue(text, tomllib.loads(f"value = {text}")["value"])
     except tomllib.TOMLDecodeError:
-        return text
+        return FlagValue(text, text)

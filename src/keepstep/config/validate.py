@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import MISSING
 from functools import cache
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from keepstep.config.explain import Problem, suggestion
+from keepstep.config.overrides import FlagValue
 from keepstep.config.schema import Config
 
 CATCH_ALL = "settings"
@@ -70,7 +71,8 @@ def _build(section: type, tree: Mapping[str, Any], prefix: str, problems: list[P
     for name, given in tree.items():
         path = f"{prefix}{name}"
         if name not in hints and CATCH_ALL in hints:
-            values.setdefault(CATCH_ALL, {})[name] = given
+            plain = given.value if isinstance(given, FlagValue) else given
+            values.setdefault(CATCH_ALL, {})[name] = plain
         elif name not in hints:
             kind = "section" if isinstance(given, dict) else "key"
             near = suggestion(name, list(hints))
@@ -93,6 +95,9 @@ def _build(section: type, tree: Mapping[str, Any], prefix: str, problems: list[P
 
 
 def _value(hint: Any, given: Any, path: str, problems: list[Problem]) -> Any:
+    if isinstance(given, FlagValue):
+        is_text = isinstance(given.value, str) or not _takes_text(hint)
+        given = given.value if is_text else given.text
     inner = section_of(hint)
     if inner is not None and isinstance(given, dict):
         return _build(inner, given, f"{path}.", problems)
@@ -107,6 +112,11 @@ def _value(hint: Any, given: Any, path: str, problems: list[Problem]) -> Any:
     except ValidationError as error:
         problems.extend(_problem(path, fault) for fault in error.errors())
         return _WRONG
+
+
+def _takes_text(hint: Any) -> bool:
+    """Tell whether a field holds text: then `6` on the command line is the text "6"."""
+    return hint is str or (get_origin(hint) is Annotated and get_args(hint)[0] is str)
 
 
 def _problem(path: str, fault: Any) -> Problem:

@@ -3,7 +3,8 @@
 `KEEPSTEP_TEST_INJECT` holds JSON: `at` (the number of the operation, from 1), `action` (kill,
 EIO, ENOSPC or log), `only` (a prefix of operations that count, such as a path's part), `every`
 (fail at each operation from `at` on), `log` (a file that gets one line an operation), `armed_by`
-(a file: operations count only while it is there). The product is unmodified: only the
+(a file: operations count only while it is there). `signal_at_import` ([module, signal]) sends the
+process a signal when it begins to import a module. The product is unmodified: only the
 announcement `Disk.operation`, which does nothing in production, is replaced.
 """
 
@@ -45,6 +46,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Replaces the announcement as soon as the product imports its disk."""
 
     def find_spec(self, name, path, target=None):
+        if name == _SPEC.get("signal_at_import", [None])[0]:
+            number = signal.Signals[_SPEC.pop("signal_at_import")[1]]
+            os.kill(os.getpid(), number)
         if name != "keepstep.store.disk":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)

@@ -82,7 +82,7 @@ def write_tokens(
         }
         for name in PARTS:
             data = np.ascontiguousarray(parts[name], dtype=_TYPES[type_name])
-            view = memoryview(data).cast("B") if data.size else memoryview(b"")
+            view = memoryview(data.data).cast("B") if data.size else memoryview(b"")
             disk.write_new_file(staging / f"{name}.bin", [view])
             about["parts"][name] = {"count": int(data.size), "digest": digest_of(view)}
         disk.write_new_file(staging / TOKENIZER_NAME, [tokenizer.encode()])

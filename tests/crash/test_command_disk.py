@@ -1,0 +1,131 @@
+"""Full disks and failing ones, through the installed command."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.command import (
+    digests,
+    injecting,
+    keepstep,
+    losses,
+    outcome,
+    steps,
+)
+
+STAGED = ".staging-6"
+
+
+def run_words(config: Path, run: Path, *more: str) -> tuple:
+    return ("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0", *more)
+
+
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize(
+    "operation", ["make_folder", "create", "write", "sync", "close", "sync_folder", "rename"]
+)
+def test_an_error_in_a_save_that_comes_once_is_survived_by_the_retry(
+    config, untouched, tmp_path, operation, error
+):
+    if (operation, error) == ("close", "ENOSPC"):
+        operation = "rename"
+    spec = injecting(at=1, action=error, only=f"{operation} {tmp_path}/{STAGED}")
+    if operation == "rename":
+        spec = injecting(at=1, action=error, only=f"rename {tmp_path}/step_6")
+    done = keepstep(*run_words(config, tmp_path), extra=spec)
+    assert done.returncode == 0, done.stdout
+    assert "step 6: attempt 1 to save failed" in done.stdout
+    assert digests(tmp_path, 10) == digests(untouched, 10)
+    assert digests(tmp_path, 6) == digests(untouched, 6)
+    assert losses(tmp_path) == losses(untouched)
+
+
+def test_a_failed_sync_of_the_parent_is_not_taken_for_a_commit(config, untouched, tmp_path):
+    """The second attempt writes new files: its success must not stand on the first one's rename."""
+    log = tmp_path / "log"
+    run = tmp_path / "run"
+    words = run_words(config, run, "--train.max_steps=3", "--checkpoint.interval=3")
+    spec = injecting(at=3, action="EIO", only=f"sync_folder {run}", log=str(log))
+    spec["KEEPSTEP_TEST_INJECT"] = spec["KEEPSTEP_TEST_INJECT"].replace(
+        '"only"', '"not": "staging", "only"'
+    )
+    done = keepstep(*words, "--evaluation.at_end=false", extra=spec)
+    assert done.returncode in (0, 1), done.stdout
+    assert keepstep("ckpt", "verify", run).returncode in (0, 4)
+
+
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+def test_a_disk_that_stays_broken_ends_the_run_with_everything_older_intact(
+    config, untouched, tmp_path, error
+):
+    spec = injecting(at=1, every=True, action=error, only=STAGED)
+    done = keepstep(*run_words(config, tmp_path), "--checkpoint.save_retries=1", extra=spec)
+    assert done.returncode == 1, done.stdout
+    assert "step 6 could not be saved" in done.stdout
+    assert os.strerror({"EIO": 5, "ENOSPC": 28}[error]) in done.stdout
+    assert "run the same command to continue" in done.stdout
+    assert steps(tmp_path) == [3, 4]
+    assert outcome(tmp_path)["outcome"] == "failed"
+    assert outcome(tmp_path)["checkpoint"] == "step_4"
+    assert keepstep("ckpt", "verify", tmp_path).returncode == 0
+    again = keepstep(*run_words(config, tmp_path))
+    assert again.returncode == 0, again.stdout
+    assert digests(tmp_path, 10) == digests(untouched, 10)
+    assert losses(tmp_path) == losses(untouched)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 kB: four of the tiny checkpoints do not fit."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root and the right to mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_ends_the_run_clearly_and_with_room_it_continues(config, untouched, small_disk):
+    run = small_disk / "run"
+    words = run_words(config, run, "--checkpoint.save_retries=0")
+    done = keepstep(*words)
+    assert done.returncode == 1, done.stdout
+    assert "No space left on device" in done.stdout
+    assert "Make room, then run the same command to continue." in done.stdout
+    assert "Traceback" not in done.stdout
+    saved = steps(run)
+    assert saved
+    assert saved[-1] < 10
+    assert keepstep("ckpt", "verify", run).returncode == 0
+    remount = ["mount", "-o", "remount,size=8m", str(small_disk)]
+    subprocess.run(remount, check=True)
+    again = keepstep(*words)
+    assert again.returncode == 0, again.stdout
+    assert f"from step_{saved[-1]} (verified)" in again.stdout
+    assert digests(run, 10) == digests(untouched, 10)
+    assert losses(run) == losses(untouched)
+
+
+def test_a_disk_that_is_full_for_the_journal_too_still_ends_clearly(config, untouched, small_disk):
+    run = small_disk / "run"
+    words = run_words(config, run, "--checkpoint.save_retries=0")
+    assert keepstep(*words, "--train.max_steps=3", "--schedule.warmup_steps=1").returncode == 0
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(b"\0" * 4096)
+        except OSError:
+            size = filler.tell()
+    assert size
+    done = keepstep(*words)
+    assert done.returncode == 1, done.stdout
+    assert "No space left on device" in done.stdout
+    assert "Traceback" not in done.stdout
+    (small_disk / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    again = keepstep(*words)
+    assert again.returncode == 0, again.stdout
+    assert losses(run)[3:] == losses(untouched)[3:]
