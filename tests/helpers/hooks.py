@@ -2,8 +2,8 @@
 
 `KEEPSTEP_TEST_ACT` holds a JSON list of acts: {"when": ..., "step": n, "do": ...}. `when` is one of
 start, forward, evaluating, step, evaluated, snapshot, committed, end; `step` is the step that is
-being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits, GROUP_SIGTERM goes to the group), or
-one of nan, raise, unhealthy, stop, save.
+being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
+GROUP_SIGTERM goes to the group), or one of nan, raise, unhealthy, stop, save.
 """
 
 import json

@@ -4,13 +4,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from keepstep.config.explain import suggestion
 from keepstep.config.resolved import dump_toml
-from keepstep.errors import UsageError
+from keepstep.errors import ConfigError, UsageError
 from keepstep.tasks.registry import load_task_config
 
-_USAGE = """\
-usage: keepstep config show CONFIG [--json] [--section.key=value ...]
-       keepstep config check CONFIG [--json] [--section.key=value ...]
+_OPTIONS = "[--json] [--section.key=value ...]"
+_USAGE = f"""\
+usage: keepstep config show CONFIG {_OPTIONS}
+       keepstep config check CONFIG {_OPTIONS}
 
 show    print the config as it resolves: files, what they extend, overrides, defaults
 check   list everything that is wrong, with line, allowed values and a suggestion
@@ -26,9 +28,12 @@ def run_config(argv: Sequence[str]) -> int:
         return 0 if words else UsageError.exit_code
     verb, *rest = words
     if verb not in verbs:
-        raise UsageError(f"there is no command `keepstep config {verb}`", hint=_USAGE)
+        near = suggestion(verb, list(verbs))
+        message = f"there is no command `keepstep config {verb}`{near}"
+        raise UsageError(message, hint="`keepstep config --help` lists them.")
     if not rest or rest[0].startswith("--"):
-        raise UsageError(f"`keepstep config {verb}` needs a config file first", hint=_USAGE)
+        message = f"`keepstep config {verb}` needs a config file first"
+        raise UsageError(message, hint=f"usage: keepstep config {verb} CONFIG {_OPTIONS}")
     return verbs[verb](rest, "--json" in argv)
 
 
@@ -39,6 +44,13 @@ def _show(words: Sequence[str], as_json: bool) -> int:
 
 
 def _check(words: Sequence[str], as_json: bool) -> int:
-    loaded = load_task_config(words[0], words[1:])
-    print(json.dumps({"ok": True}) if as_json else f"{loaded.path}: nothing is wrong")
+    try:
+        loaded = load_task_config(words[0], words[1:])
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(json.dumps({"ok": False, "problems": error.problems}, indent=2))
+        return error.exit_code
+    facts = {"ok": True, "problems": []}
+    print(json.dumps(facts, indent=2) if as_json else f"{loaded.path}: OK, nothing is wrong")
     return 0

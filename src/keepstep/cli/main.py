@@ -6,6 +6,7 @@ reads import no torch. For `train`, nothing comes before the signal handlers.
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # flush at exit into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        # `train` has handlers of its own; a command that only reads has nothing to put in order.
+        return 128 + signal.SIGINT
 
 
 def _run(words: list[str]) -> int:

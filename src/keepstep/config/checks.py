@@ -4,21 +4,24 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keepstep.config.explain import Problem
+from keepstep.config.explain import Problem, suggestion
+from keepstep.config.quantities import seconds
 from keepstep.config.schema import Config
 
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_STRATEGIES = ("power2",)
+_YEAR_SECONDS = 366 * 86400
 _Found = Iterator[tuple[str, str]]
 
 
 def cross_checks(config: Config) -> list[Problem]:
     """Return everything that cannot be meant, each at the path where it is to be mended."""
-    return _problems(config, [_ranges, _hooks, _train, _schedule, _checkpoint])
+    return _problems(config, [_ranges, _names, _hooks, _train, _schedule, _checkpoint])
 
 
 def single_checks(config: Config) -> list[Problem]:
     """Return what of single fields cannot be meant, whatever the others are."""
-    return _problems(config, [_ranges, _hooks])
+    return _problems(config, [_ranges, _names, _hooks])
 
 
 def _problems(config: Config, checks: list[Callable[[Config], _Found]]) -> list[Problem]:
@@ -37,7 +40,6 @@ def _ranges(config: Config) -> _Found:
         ("train.grad_clip", config.train.grad_clip, 0, float("inf")),
         ("train.log_interval", config.train.log_interval, 1, 2**53),
         ("optimizer.weight_decay", config.optimizer.weight_decay, 0, 10),
-        ("optimizer.momentum", config.optimizer.momentum, 0, 1),
         ("schedule.warmup_steps", config.schedule.warmup_steps, 0, 2**53),
         ("schedule.decay_steps", config.schedule.decay_steps, 0, 2**53),
         ("schedule.floor", config.schedule.floor, 0, 1),
@@ -54,13 +56,13 @@ def _ranges(config: Config) -> _Found:
     ]
     for path, value, low, high in bounds:
         if not low <= value <= high:
-            limit = f"at least {low:g}" if value < low else f"at most {high:g}"
+            limit = f"at least {low}" if value < low else f"at most {high:,}"
             yield path, f"must be {limit}, not {value}"
     for name in ("rate", "adamw_rate", "eps"):
         value = getattr(config.optimizer, name)
         if not value > 0:
             yield f"optimizer.{name}", f"must be greater than 0, not {value}"
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "momentum"):
         value = getattr(config.optimizer, name)
         if not 0 <= value < 1:
             yield f"optimizer.{name}", f"must be at least 0 and less than 1, not {value}"
@@ -123,6 +125,24 @@ def _checkpoint(config: Config) -> _Found:
             "checkpoint.dyn_ckpt_window.stop",
             f"{window.stop} lies before the window's start ({window.start})",
         )
+
+    if window.strategy not in _STRATEGIES and not config.run.hooks:
+        near = suggestion(window.strategy, _STRATEGIES)
+        message = f"there is no strategy {window.strategy!r}, and no hook that could register it"
+        yield "checkpoint.dyn_ckpt_window.strategy", f"{message}{near}"
+
+
+def _names(config: Config) -> _Found:
+    """Names and folders can be shown on one line, and lead where they seem to."""
+    name = config.run.name
+    if not name or name in (".", "..") or "/" in name or not name.isprintable():
+        message = f"must be a plain name, not {name!r}; `run.dir` places the run anywhere"
+        yield "run.name", message
+    for path, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if not folder.isprintable():
+            yield path, f"must be the name of a folder, not {folder!r}"
+    if not 0 < seconds(config.run.grace) <= _YEAR_SECONDS:
+        yield "run.grace", f"must be more than 0 and at most a year, not {config.run.grace!r}"
 
 
 def _hooks(config: Config) -> _Found:

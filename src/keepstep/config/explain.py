@@ -5,9 +5,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _TABLE = re.compile(r"\s*\[\s*([A-Za-z0-9_.\-\"' ]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\-\"']+)\s*=")
+_MANY_LINES = re.compile(r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'', re.S)
+_SHOWN_LENGTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,10 @@ class Sources:
         """Note the line of every key of a TOML file."""
         self._main = str(path)
         table = ""
-        for number, line in enumerate(text.splitlines(), start=1):
+        # Text over many lines may look like keys; only its line breaks count.
+        text = _MANY_LINES.sub(lambda match: "\n" * match.group().count("\n"), text)
+        # Not splitlines(): to TOML, a form feed and its like do not end a line.
+        for number, line in enumerate(text.split("\n"), start=1):
             if match := _TABLE.match(line):
                 table = _bare(match.group(1))
                 self._places[table] = f"{path}:{number}"
@@ -43,11 +49,14 @@ class Sources:
         self._places[path] = flag
 
     def where(self, path: str) -> str:
-        """Return where a path was set, or where the nearest table around it was."""
+        """Return where a path was set, or where the nearest table around it was, or began."""
         around = path
         while around:
             if around in self._places:
                 return self._places[around]
+            inside = [key for key in self._places if key.startswith(f"{around}.")]
+            if inside:
+                return self._places[inside[-1]]
             around = around.rpartition(".")[0]
         return self._main
 
@@ -62,8 +71,24 @@ def explain(problems: Iterable[Problem], sources: Sources) -> list[str]:
     return list(lines)
 
 
+def said(value: Any, *, text: str = "") -> str:
+    """Return a value as a person wrote it: like TOML, text in quotes, not too long.
+
+    ``text`` is what stood on the command line, where it came from there.
+    """
+    if isinstance(value, str):
+        shown = repr(value)
+    elif value is None:
+        shown = "none"
+    elif isinstance(value, bool):
+        shown = str(value).lower()
+    else:
+        shown = text or str(value)
+    return shown if len(shown) <= _SHOWN_LENGTH else f"{shown[:_SHOWN_LENGTH]}..."
+
+
 def suggestion(word: str, known: Sequence[str]) -> str:
-    """Return ` Did you mean ...?` for the closest known names, or nothing."""
+    """Return `; did you mean ...?` with the closest of the known names, or nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean `{close[0]}`?" if close else ""
 

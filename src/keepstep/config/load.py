@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config.checks import cross_checks, single_checks
-from keepstep.config.explain import Problem, Sources, explain
+from keepstep.config.explain import Problem, Sources, explain, said
 from keepstep.config.overrides import FlagValue, apply_overrides
 from keepstep.config.schema import Config
 from keepstep.config.validate import validate
@@ -46,7 +46,7 @@ def load_config(
     task = tree.get("task", "language")
     task = task.text if isinstance(task, FlagValue) else task
     try:
-        schema = schema_of(task if isinstance(task, str) else repr(task))
+        schema = schema_of(task if isinstance(task, str) else said(task))
     except ConfigError as error:
         raise ConfigError([f"{sources.where('task')}: {error.message}"]) from error
     config, found = validate(schema, tree)
@@ -68,14 +68,17 @@ def _read(path: Path, sources: Sources, *, chain: tuple[Path, ...]) -> dict[str,
         names = " -> ".join(item.name for item in (*chain, path))
         raise ConfigError([f"{path}: {EXTENDS!r} goes round in a circle: {names}"])
     try:
-        text = path.read_text()
+        # TOML is UTF-8 whatever the locale; some editors put a mark of it in front.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
+        by = f"{chain[-1]} extends it." if chain else ""
         raise NotFound(
             f"there is no config file {path}",
-            hint="The first argument is a TOML file, such as configs/language/debug.toml.",
+            hint=by or "The first argument is a TOML file, such as configs/language/debug.toml.",
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read as text: {error}"]) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([f"{path}: cannot be read as text: {reason}"]) from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

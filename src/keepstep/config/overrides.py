@@ -1,11 +1,16 @@
 """Overrides from the command line: `--a.b=c`, or `--a.b c`, over the tree of the files."""
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from keepstep.config.explain import Problem, Sources
+
+_FLAG = re.compile(r"--[A-Za-z_][\w-]*(\.[\w-]+)*")
+_BARE_FLOAT = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
+_PYTHON_WORDS = {"True": True, "False": False}
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ def apply_overrides(
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
-        if not name.startswith("--") or len(name) < 3:
+        if not _FLAG.fullmatch(name):
             message = "is not a flag; overrides are written --section.key=value"
             problems.append(Problem(path=word, message=message, flag="command line"))
             continue
@@ -40,30 +45,41 @@ def apply_overrides(
                 continue
             value = words.pop(0)
         sources.add_flag(path, name)
-        if not _put(tree, path.split("."), _value(value)):
-            problems.append(Problem(path=path, message="is a section, not a key", flag=name))
+        if refusal := _put(tree, path.split("."), _value(value)):
+            problems.append(Problem(path=path, message=refusal, flag=name))
     return problems
 
 
-def _put(tree: dict[str, Any], path: list[str], given: FlagValue) -> bool:
-    """Set a value in the tree, making tables on the way; False where a plain value is in it."""
-    for name in path[:-1]:
+def _put(tree: dict[str, Any], path: list[str], given: FlagValue) -> str:
+    """Set a value in the tree, making tables on the way; return why it cannot be, or nothing."""
+    for depth, name in enumerate(path[:-1], start=1):
         inner = tree.setdefault(name, {})
-        if isinstance(inner, FlagValue) and inner.value is None:
-            inner = tree[name] = {}
+        if isinstance(inner, FlagValue):
+            # An earlier flag took the table away, or gave it as a whole: `--a.b={c = 1}`.
+            inner = {} if inner.value is None else inner.value
+            tree[name] = inner = dict(inner) if isinstance(inner, dict) else inner
         if not isinstance(inner, dict):
-            return False
+            return f"{'.'.join(path[:depth])} is a key, not a section"
         tree = inner
-    if isinstance(tree.get(path[-1]), dict) and given.value is not None:
-        return False
+    table_stays = isinstance(tree.get(path[-1]), dict)
+    if table_stays and not (given.value is None or isinstance(given.value, dict)):
+        return f"is a section, not a key; its keys are written --{'.'.join(path)}.KEY"
     tree[path[-1]] = given
-    return True
+    return ""
 
 
 def _value(text: str) -> FlagValue:
+    """Read a flag's text as TOML where it is; `.5` and `True`, as other tools write them, too."""
     if text == "none":
         return FlagValue(text, None)
+    if text in _PYTHON_WORDS:
+        return FlagValue(text, _PYTHON_WORDS[text])
+    if _BARE_FLOAT.fullmatch(text):
+        return FlagValue(text, float(text))
     try:
-        return FlagValue(text, tomllib.loads(f"value = {text}")["value"])
+        # Within braces, so that neither a comment nor a second line can hide behind the value.
+        table = tomllib.loads(f"it = {{ value = {text} }}")
     except tomllib.TOMLDecodeError:
         return FlagValue(text, text)
+    alone = list(table) == ["it"] and list(table["it"]) == ["value"]
+    return FlagValue(text, table["it"]["value"] if alone else text)

@@ -1,9 +1,9 @@
 """Quantities as users write them: "90s", "15min", "2h", "1d12h"."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|min|s)\s*")
@@ -22,7 +22,12 @@ def _checked(text: str) -> str:
     return text
 
 
+def _as_text(given: Any) -> Any:
+    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+
 Duration = Annotated[str, AfterValidator(_checked)]
+StepOrWord = Annotated[str, BeforeValidator(_as_text)]
 
 
 def bytes_text(count: int) -> str:

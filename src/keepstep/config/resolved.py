@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import MUST_MATCH, Config
-from keepstep.config.validate import CATCH_ALL, flatten
+from keepstep.config.validate import CATCH_ALL
 from keepstep.errors import UsageError
 
 
@@ -27,12 +27,17 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def must_match(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the value of every field that must be the same when a run is continued."""
+    """Return the value of every field that must be the same when a run is continued.
+
+    The free keys of a section stand one by one, so that a difference names the key.
+    """
     found: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
             found.update(must_match(value, f"{prefix}{item.name}."))
+        elif item.metadata.get(MUST_MATCH) and item.name == CATCH_ALL:
+            found.update({f"{prefix}{name}": entry for name, entry in value.items()})
         elif item.metadata.get(MUST_MATCH):
             found[f"{prefix}{item.name}"] = value
     return found
@@ -43,11 +48,6 @@ def dump_toml(config: Config) -> str:
     lines: list[str] = []
     _dump_section(config, "", lines)
     return "\n".join(lines).strip() + "\n"
-
-
-def known_paths(config: Config) -> list[str]:
-    """Return the path of every field."""
-    return sorted(flatten(config))
 
 
 def _dump_section(section: Any, name: str, lines: list[str]) -> None:
@@ -72,8 +72,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped and JSON does not.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return _quoted(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -83,4 +82,9 @@ def _toml(value: Any) -> str:
 
 def _key(name: str) -> str:
     bare = name.replace("-", "").replace("_", "").isalnum() and name.isascii()
-    return name if bare else json.dumps(name)
+    return name if bare else _quoted(name)
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped and JSON does not.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -9,7 +9,7 @@ Cross-checks between fields live in ``checks.py``. A task adds its sections by s
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keepstep.config.quantities import Duration
+from keepstep.config.quantities import Duration, StepOrWord
 
 MUST_MATCH = "must_match"
 
@@ -152,7 +152,7 @@ class CheckpointConfig:
     """Further attempts, with back-off, when a save fails; then the run stops."""
     save_after_skipped_end: bool = False
     """Save at the last step even where its update was skipped as not finite."""
-    on_resume: str = "newest"
+    on_resume: StepOrWord = "newest"
     """Where to continue: `newest`, `fresh` (needs an empty folder), or a step number."""
     dyn_ckpt_window: DenseWindowConfig | None = None
     """A window of dense saves, exempt from `keep_last_n`."""

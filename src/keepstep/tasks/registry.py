@@ -1,7 +1,7 @@
 """Tasks by name: entry points of the group `keepstep.tasks`, so that one can live anywhere.
 
 An entry point is a module with `CONFIG` (the config class), `build(config)` (which may import
-torch) and `check(config)` (which may not). Importing the module must stay light.
+torch) and, if it has any, `check(config)` (which may not). Importing the module must stay light.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ def build_task(config: Config) -> "Task":
 
 
 def _checks(config: Config) -> Sequence[Problem]:
-    return cast(Sequence[Problem], _module(config.task).check(config))
+    check = getattr(_module(config.task), "check", None)
+    return cast(Sequence[Problem], check(config)) if check is not None else []
 
 
 def _module(task: str) -> ModuleType:
@@ -46,4 +47,8 @@ def _module(task: str) -> ModuleType:
         names = ", ".join(sorted(known))
         near = suggestion(task, list(known))
         raise ConfigError([f"there is no task {task!r}; there are {names}{near}"])
-    return cast(ModuleType, known[task].load())
+    try:
+        return cast(ModuleType, known[task].load())
+    except ImportError as error:
+        named = f"the task {task!r} ({known[task].value})"
+        raise ConfigError([f"{named} cannot be imported: {error}"]) from error

@@ -7,12 +7,17 @@ import torch. What cannot be found out this way is not judged here; building the
 import ast
 import importlib.util
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 _CAUSAL = re.compile(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\(\s*\[(.*?)\n    \]", re.S)
 _NAME = re.compile(r"\(\"([A-Za-z0-9_\-]+)\",")
 _BASE = "PreTrainedConfig"
+_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+"""Older names, at the top level, that every config with `rope_parameters` still takes."""
+_OURS = frozenset({"attn_implementation"})
+"""What the section has a key of its own for."""
 
 
 def is_installed() -> bool:
@@ -34,29 +39,42 @@ def config_keys(architecture: str) -> frozenset[str] | None:
     text = _read(f"models/{folder}/configuration_{folder}.py")
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     names = {node.name for node in classes}
-    keys = _annotated(ast.parse(_read("configuration_utils.py")), only=_BASE)
+    keys = _keys_of(ast.parse(_read("configuration_utils.py")).body, only={_BASE})
     for node in classes:
         bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
         if len(bases) != len(node.bases) or not bases <= names | {_BASE}:
             return None
-        keys |= _annotated(ast.Module(body=[node], type_ignores=[]), only=node.name)
-    return frozenset(keys) if classes and keys else None
+    own = _keys_of(classes, only=names)
+    if not own:
+        return None
+    return frozenset(keys | own | (_ROPE_KEYS if "rope_parameters" in own else set()))
 
 
-def _annotated(module: ast.Module, *, only: str) -> set[str]:
-    """Return the annotated fields of a class and the other names that it maps to them."""
+def _keys_of(nodes: Sequence[ast.stmt], *, only: set[str]) -> set[str]:
+    """Return every name that the classes take as a key.
+
+    These are their fields and attributes, the other names that `attribute_map` gives them, and
+    what is taken out of `kwargs` by name. A key too many is found when the model is built; a key
+    too few would refuse a config that is right.
+    """
     keys: set[str] = set()
-    for node in module.body:
-        if not isinstance(node, ast.ClassDef) or node.name != only:
+    for top in nodes:
+        if not isinstance(top, ast.ClassDef) or top.name not in only:
             continue
-        for item in node.body:
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                keys.add(item.target.id)
-            elif isinstance(item, ast.Assign) and isinstance(item.value, ast.Dict):
-                targets = {target.id for target in item.targets if isinstance(target, ast.Name)}
-                if "attribute_map" in targets:
-                    keys |= {str(k.value) for k in item.value.keys if isinstance(k, ast.Constant)}
-    return keys
+        for item in ast.walk(top):
+            match item:
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    keys.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    keys.add(name)
+                case ast.Assign(targets=[ast.Name(id="attribute_map")], value=ast.Dict() as names):
+                    keys |= {str(k.value) for k in names.keys if isinstance(k, ast.Constant)}
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="kwargs")),
+                    args=[ast.Constant(value=str() as name), *_],
+                ):
+                    keys.add(name)
+    return {name for name in keys if not name.startswith("_")} - _OURS
 
 
 def _read(name: str) -> str:

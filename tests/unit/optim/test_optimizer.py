@@ -1,0 +1,124 @@
+"""Optimizers: state by name into a fresh object, bit for bit."""
+
+import pytest
+import torch
+
+from keepstep.config.schema import OptimizerConfig
+from keepstep.errors import CheckpointDamaged
+from keepstep.optim.optimizer import build_optimizer
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dtype=torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(7, 8)
+        self.hidden = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.unused = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.to(dtype)
+
+    def forward(self, ids):
+        return self.norm(self.hidden(self.embed(ids))).float().pow(2).mean()
+
+
+def advance(model, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        optimizer.set_factor(1 / (step + 1))
+        loss = model(torch.randint(0, 7, (5,))) * (step + 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def through_a_checkpoint(tmp_path, state):
+    from keepstep.store import Store, load_state
+
+    with Store(tmp_path / "store") as store:
+        saved = store.save(state, step=1)
+    return load_state(saved.path)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_fresh_optimizer_goes_on_as_the_old_one_would(tmp_path, name, dtype, before):
+    config = OptimizerConfig(name=name, rate=0.01)
+    model, fresh_model = Model(dtype), Model(dtype)
+    optimizer = build_optimizer(config, model)
+    advance(model, optimizer, before)
+    saved = through_a_checkpoint(
+        tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
+    fresh_model.load_state_dict(saved["model"])
+    fresh = build_optimizer(config, fresh_model)
+    assert fresh.load_state_dict(saved["optimizer"]) == []
+    advance(model, optimizer, 3, first=before)
+    advance(fresh_model, fresh, 3, first=before)
+    for (key, one), (_, other) in zip(
+        model.state_dict().items(), fresh_model.state_dict().items(), strict=True
+    ):
+        assert torch.equal(one, other), key
+
+
+def test_a_wider_moment_of_a_narrow_parameter_keeps_its_type():
+    model, other = Model(torch.bfloat16), Model(torch.bfloat16)
+    optimizer = build_optimizer(OptimizerConfig(), model)
+    advance(model, optimizer, 1)
+    part = optimizer._parts["adamw"]
+    wide = torch.full_like(model.hidden.weight, 1 / 3, dtype=torch.float32)
+    part.state[model.hidden.weight]["exp_avg"] = wide
+    fresh = build_optimizer(OptimizerConfig(), other)
+    fresh.load_state_dict(optimizer.state_dict())
+    found = fresh._parts["adamw"].state[other.hidden.weight]["exp_avg"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wide)
+
+
+def test_state_without_a_place_and_a_parameter_without_its_state_are_errors():
+    model = Model()
+    optimizer = build_optimizer(OptimizerConfig(), model)
+    advance(model, optimizer, 1)
+    smaller, larger = Model(), Model()
+    del smaller.hidden
+    with pytest.raises(CheckpointDamaged, match=r"no parameter for \['hidden\.bias'"):
+        build_optimizer(OptimizerConfig(), smaller).load_state_dict(optimizer.state_dict())
+    larger.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointDamaged, match=r"nothing saved for \['extra\.bias'"):
+        build_optimizer(OptimizerConfig(), larger).load_state_dict(optimizer.state_dict())
+    with pytest.raises(CheckpointDamaged, match="AdamW"):
+        build_optimizer(OptimizerConfig(name="sgd"), model).load_state_dict(optimizer.state_dict())
+
+
+def test_the_configs_settings_win_and_the_differences_are_told():
+    model = Model()
+    optimizer = build_optimizer(OptimizerConfig(rate=0.1, weight_decay=0.3), model)
+    advance(model, optimizer, 1)
+    fresh = build_optimizer(OptimizerConfig(rate=0.2, weight_decay=0.3, beta2=0.5), model)
+    changes = fresh.load_state_dict(optimizer.state_dict())
+    assert "adamw.peak_rate: 0.1 -> 0.2" in changes
+    assert "adamw.betas: (0.9, 0.95) -> (0.9, 0.5)" in changes
+    assert len(changes) == 2
+    fresh.set_factor(0.5)
+    assert fresh.rate == 0.1
+
+
+def test_matrices_are_decayed_and_muon_leaves_embeddings_to_adamw():
+    model = Model()
+    groups = build_optimizer(OptimizerConfig(), model).state_dict()["adamw"]["groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert "norm.weight" in groups[1]["parameters"]
+    muon = build_optimizer(OptimizerConfig(name="muon"), model).state_dict()
+    assert muon["muon"]["groups"][0]["parameters"] == ["hidden.weight", "unused.weight"]
+    assert "embed.weight" in muon["adamw"]["groups"][0]["parameters"]
+    assert not any("frozen" in str(part) for part in muon.values())
+
+
+def test_saving_runs_no_step():
+    model = Model()
+    optimizer = build_optimizer(OptimizerConfig(), model)
+    before = [p.clone() for p in model.parameters()]
+    assert optimizer.state_dict()["adamw"]["state"] == {}
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -1,0 +1,81 @@
+"""The journal: whole lines, taken back exactly."""
+
+import json
+
+from keepstep.run.journal import Journal, read_journal
+from keepstep.store.disk import Disk
+from tests.helpers.recording_disk import RecordingDisk
+
+
+def written(tmp_path, steps=6):
+    journal = Journal(tmp_path / "j", disk=Disk(), clock=lambda: 1.0)
+    journal.write("session", pid=1)
+    for step in range(1, steps + 1):
+        journal.write("step", step=step, loss=step / 3)
+        if step % 2 == 0:
+            journal.write("evaluation", step=step, metrics={"loss": 1.0})
+            journal.write("saved", step=step)
+    journal.close()
+    return journal
+
+
+def kinds(tmp_path):
+    return [(event["kind"], event.get("step")) for event in read_journal(tmp_path / "j")]
+
+
+def test_a_rewind_takes_back_what_is_about_to_be_done_again_and_no_more(tmp_path):
+    journal = written(tmp_path)
+    journal.write("outcome", code=75)
+    assert journal.rewind(4, keep_evaluation=True) == 4
+    assert kinds(tmp_path)[-4:] == [("step", 4), ("evaluation", 4), ("saved", 4), ("outcome", None)]
+    assert kinds(tmp_path)[0] == ("session", None)
+
+
+def test_an_evaluation_that_will_be_made_again_goes_too(tmp_path):
+    assert written(tmp_path).rewind(4, keep_evaluation=False) == 5
+    assert kinds(tmp_path)[-2:] == [("step", 4), ("saved", 4)]
+
+
+def test_a_rewind_to_the_start_keeps_only_what_belongs_to_no_step(tmp_path):
+    written(tmp_path).rewind(0, keep_evaluation=True)
+    assert kinds(tmp_path) == [("session", None)]
+
+
+def test_nothing_is_rewritten_where_nothing_is_taken_back(tmp_path):
+    written(tmp_path)
+    disk = RecordingDisk()
+    assert Journal(tmp_path / "j", disk=disk).rewind(6, keep_evaluation=True) == 0
+    assert disk.log == []
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    journal = written(tmp_path)
+    path = tmp_path / "j"
+    for cut in range(1, 30):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-cut])
+        assert len(list(read_journal(path))) == len(whole.splitlines()) - 1
+        journal.rewind(6, keep_evaluation=True)
+        journal.write("step", step=7)
+        journal.close()
+        assert all(json.loads(line) for line in path.read_text().splitlines())
+        path.write_bytes(whole)
+
+
+def test_the_cost_of_a_rewind_does_not_grow_with_the_run(tmp_path, monkeypatch):
+    from keepstep.run import journal as module
+
+    journal = written(tmp_path, steps=5000)
+    parsed = []
+    real = module._parsed
+    monkeypatch.setattr(module, "_parsed", lambda line: parsed.append(1) or real(line))
+    journal.rewind(4990, keep_evaluation=True)
+    assert len(parsed) < 100
+
+
+def test_numbers_that_are_not_finite_are_written_by_name(tmp_path):
+    journal = Journal(tmp_path / "j", disk=Disk())
+    journal.write("step", step=1, loss=float("nan"), metrics={"a": float("-inf")})
+    journal.close()
+    (event,) = read_journal(tmp_path / "j")
+    assert (event["loss"], event["metrics"]) == ("nan", {"a": "-inf"})

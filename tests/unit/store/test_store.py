@@ -1,0 +1,401 @@
+"""The store alone, with a real folder: what comes back, what is refused, what is kept."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from keepstep.errors import (
+    CheckpointDamaged,
+    Locked,
+    NotFound,
+    OtherRun,
+    UnsafeState,
+    UsageError,
+)
+from keepstep.store import Store, list_checkpoints, load_state, verify
+from keepstep.store.manifest import from_bytes, read_manifest, to_bytes
+from keepstep.store.retention import Retention, reasons_to_keep
+from keepstep.store.tensors import PIECE_BYTES_MAX, _ranges
+
+
+def save(folder, state, *, step=1, **more):
+    with Store(folder) as store:
+        store.restore()
+        return store.save(state, step=step, **more)
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+]  # fmt: skip
+
+
+def test_every_type_of_tensor_comes_back_bit_for_bit(tmp_path):
+    raw = torch.arange(64, dtype=torch.uint8) % 2
+    state = {str(dtype): raw.view(dtype).reshape(2, -1) for dtype in DTYPES}
+    saved = save(tmp_path, {"tensors": state})
+    found = load_state(saved.path)["tensors"]
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+def test_odd_tensors_come_back_as_they_were(tmp_path):
+    base = torch.randn(6, 8)
+    state = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    found = load_state(save(tmp_path, state).path)
+    for name, tensor in state.items():
+        assert found[name].shape == tensor.shape
+        bits = tensor.detach().contiguous().flatten().view(torch.uint8)
+        assert torch.equal(found[name].flatten().view(torch.uint8), bits)
+
+
+def test_plain_state_comes_back_type_by_type(tmp_path):
+    state = {
+        "none": None, "true": True, "int": 2**200, "float": 0.1, "nan": math.nan,
+        "inf": -math.inf, "text": "ä\n\"$", "tuple": (1, (2.0, "x")), "list": [1, [None]],
+        "keys": {1: "a", (2, 3): "b", None: "c", 1.5: "d"}, "$dollar": {"$tensor": "no tensor"},
+        "empty": {}, "nested": {"$tuple": [1]},
+    }  # fmt: skip
+    found = load_state(save(tmp_path, state).path)
+    assert math.isnan(found.pop("nan"))
+    state.pop("nan")
+    assert found == state
+    assert [type(value) for value in found.values()] == [type(v) for v in state.values()]
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (Custom(), "Custom"),
+        (lambda: 0, "function"),
+        ({1, 2}, "set"),
+        (b"bytes", "bytes"),
+        (torch.float32, "dtype"),
+        (torch.randn(3, 3).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "strided"),
+    ],
+)
+def test_what_no_checkpoint_may_hold_is_refused_by_name_and_nothing_is_written(
+    tmp_path, value, word
+):
+    with pytest.raises(UnsafeState, match=word) as error:
+        save(tmp_path, {"model": {"deep": [value]}})
+    assert "model" in str(error.value)
+    assert "deep" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
+    weight = torch.randn(100, 100)
+    saved = save(tmp_path, {"a": weight, "b": {"again": weight}, "part": weight[:50]})
+    assert [tensor.name for tensor in saved.manifest.tensors] == ["a", "part"]
+    found = load_state(saved.path)
+    assert found["a"] is found["b"]["again"]
+
+
+def test_names_that_meet_when_joined_do_not_mix(tmp_path):
+    state = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
+    found = load_state(save(tmp_path, state).path)
+    assert found["a"]["b"].item() == 0
+    assert found["a.b"].item() == 1
+
+
+def test_the_data_file_opens_with_the_safetensors_library(tmp_path):
+    from safetensors.torch import load_file
+
+    state = {"w": torch.randn(5, 3), "h": torch.randn(7).bfloat16(), "n": torch.tensor(4)}
+    saved = save(tmp_path, state)
+    path = saved.path / "rank-00000.safetensors"
+    found = load_file(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 4096 == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 20_000_000), (40_000_000,), (2, 2, 20_000_000), ()])
+def test_large_tensors_are_cut_into_pieces_that_cover_them(shape):
+    end, total = 0, math.prod(shape) * 4
+    for offset, part, start, stop in _ranges(shape, 4):
+        assert start == end
+        assert stop - start == math.prod(part) * 4 <= PIECE_BYTES_MAX
+        assert len(offset) == len(part) == len(shape)
+        end = stop
+    assert end == total
+
+
+def test_a_tensor_of_several_pieces_comes_back(tmp_path):
+    tensor = torch.arange(20_000_000, dtype=torch.int32).reshape(4, -1)
+    saved = save(tmp_path, {"t": tensor})
+    assert len(saved.manifest.tensors[0].pieces) == 2
+    assert torch.equal(load_state(saved.path)["t"], tensor)
+
+
+def test_only_the_wanted_part_is_read(tmp_path):
+    saved = save(tmp_path, {"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}})
+    assert list(load_state(saved.path, only="model")) == ["model"]
+    with pytest.raises(CheckpointDamaged, match="optimiser"):
+        load_state(saved.path, only="optimiser")
+
+
+def test_saving_the_same_state_again_changes_nothing(tmp_path):
+    state = {"w": torch.ones(3)}
+    with Store(tmp_path) as store:
+        first = store.save(state, step=1)
+        before = (first.path / "manifest.json").stat().st_mtime_ns
+        again = store.save(state, step=1)
+        assert (first.new, again.new) == (True, False)
+        assert (first.path / "manifest.json").stat().st_mtime_ns == before
+        other = store.save({"w": torch.zeros(3)}, step=1)
+        assert other.new
+    assert torch.equal(load_state(other.path)["w"], torch.zeros(3))
+    assert torch.equal(load_state(tmp_path / "aside" / "step_1")["w"], torch.ones(3))
+
+
+def test_a_folder_with_checkpoints_is_not_saved_into_before_it_was_looked_at(tmp_path):
+    save(tmp_path, {"w": torch.ones(1)})
+    with Store(tmp_path) as store:
+        with pytest.raises(UsageError, match="restore"):
+            store.save({"w": torch.ones(1)}, step=2)
+        with pytest.raises(UsageError, match="fresh start"):
+            store.restore("fresh")
+        with pytest.raises(NotFound, match="step 7"):
+            store.restore(7)
+
+
+def test_another_identity_is_refused_with_the_difference_before_anything_moves(tmp_path):
+    save(tmp_path, {"w": torch.ones(1)}, must_match={"seed": 1, "same": "x"})
+    with Store(tmp_path) as store, pytest.raises(OtherRun) as error:
+        store.restore(must_match={"seed": 2, "same": "x", "new": 3})
+    assert "seed: saved 1, now 2" in str(error.value)
+    assert "new: saved '(nothing)', now 3" in str(error.value)
+    assert "same: " not in str(error.value)
+
+
+def test_the_best_is_never_nan_never_worse_and_a_tie_keeps_the_older(tmp_path):
+    values = [3.0, math.nan, 2.0, 2.0, math.inf, 2.5, -math.inf]
+    with Store(tmp_path, keep_last_n=0, best_metric="loss") as store:
+        for step, value in enumerate(values, start=1):
+            store.save({"w": torch.tensor(step)}, step=step, metrics={"loss": value})
+        assert (store.best.step, store.best.value) == (3, 2.0)
+    with Store(tmp_path, best_metric="loss") as store:
+        store.restore()
+        assert store.best.step == 3
+        store.save({"w": torch.tensor(8)}, step=8, metrics={"loss": 2.1})
+        assert store.best.step == 3
+        assert store.mark_best({"loss": 1.0}, step=8)
+    assert (tmp_path / "best").readlink().name == "step_8"
+
+
+def test_the_best_stays_when_retention_would_take_it(tmp_path):
+    with Store(tmp_path, keep_last_n=1, best_metric="acc", best_mode="max") as store:
+        for step, value in enumerate([0.1, 0.9, 0.5, 0.6], start=1):
+            store.save({"w": torch.tensor(step)}, step=step, metrics={"acc": value})
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [2, 4]
+
+
+def test_going_back_sets_the_later_ones_aside_and_best_with_them(tmp_path):
+    with Store(tmp_path, keep_last_n=0, best_metric="loss") as store:
+        for step in range(1, 5):
+            store.save({"w": torch.tensor(step)}, step=step, metrics={"loss": 5.0 - step})
+    with Store(tmp_path, keep_last_n=0, best_metric="loss") as store:
+        found = store.restore(2)
+        assert found.set_aside == ("step_3", "step_4")
+        assert store.best.step == 2
+        saved = store.save({"w": torch.tensor(33)}, step=3, metrics={"loss": 9.0})
+        assert saved.manifest.sequence == 5, "a number is never given twice"
+        assert saved.manifest.parent == 2
+    assert (tmp_path / "best").readlink().name == "step_2"
+    assert (tmp_path / "latest").readlink().name == "step_3"
+
+
+def test_links_are_put_right_at_the_next_start(tmp_path):
+    save(tmp_path, {"w": torch.ones(1)}, step=4)
+    (tmp_path / "latest").unlink()
+    os.symlink("step_99", tmp_path / "latest")
+    with Store(tmp_path) as store:
+        assert store.restore().manifest.step == 4
+    assert (tmp_path / "latest").readlink().name == "step_4"
+
+
+def test_two_stores_do_not_hold_one_folder(tmp_path):
+    with Store(tmp_path):
+        with pytest.raises(Locked, match=str(os.getpid())):
+            Store(tmp_path).open()
+        code = "import sys; from keepstep.store import Store; Store(sys.argv[1]).open()"
+        other = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+        )
+        assert f"process {os.getpid()} on" in other.stderr
+    with Store(tmp_path):
+        pass
+
+
+def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
+    """Data workers are such children; a lock of the kind of flock would stay with them."""
+    code = """
+import os, sys
+from keepstep.store import Store
+Store(sys.argv[1]).open()
+if os.fork() == 0:
+    os.read(0, 1)
+    os._exit(0)
+print("held", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    read, write = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=read, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout.readline() == b"held\n"
+        parent.wait()
+        with Store(tmp_path):
+            os.write(write, b"x")
+    os.close(read)
+    os.close(write)
+
+
+def manifests(count, **changes):
+    base = {
+        "run_id": "r", "parent": None, "updates": 0, "samples": 0, "tokens": 0, "time": 0.0,
+        "world_size": 1, "mesh": {}, "must_match": {}, "fingerprint": "", "environment": {},
+        "metrics": {}, "best": None, "milestone": False, "commit_method": "rename", "files": (),
+        "tensors": (), "plain": {},
+    }  # fmt: skip
+    from keepstep.store import Manifest
+
+    found = []
+    for n in range(1, count + 1):
+        mine = {name: value(n) for name, value in changes.items()}
+        found.append(Manifest(**{**base, "sequence": n, "step": n * 10, **mine}))
+    return found
+
+
+def kept(found, policy, **more):
+    return [s for s, why in reasons_to_keep(found, policy, **more).items() if why]
+
+
+def test_retention_goes_by_the_order_of_commits_and_not_by_step():
+    rewound = manifests(4, step=lambda n: {1: 100, 2: 200, 3: 50, 4: 60}[n])
+    assert kept(rewound, Retention(keep_last_n=2)) == [3, 4]
+
+
+def test_retention_keeps_what_has_a_role():
+    found = manifests(10, milestone=lambda n: n in (2, 3))
+    assert kept(found, Retention(keep_last_n=1)) == [2, 3, 10]
+    assert kept(found, Retention(keep_last_n=1, keep_every=50)) == [2, 3, 5, 10]
+    assert kept(found, Retention(keep_last_n=1), best=7, protected=[4]) == [2, 3, 4, 7, 10]
+    assert kept(found, Retention(keep_last_n=0)) == list(range(1, 11))
+    assert kept([], Retention()) == []
+    with pytest.raises(ValueError, match="negative"):
+        Retention(keep_last_n=-1)
+
+
+def test_retention_keeps_the_best_k():
+    from keepstep.store import Best
+
+    best = Best(metric="loss", mode="min", value=1.0, sequence=3, step=30)
+    found = manifests(5, metrics=lambda n: {"loss": abs(n - 3) + 1.0}, best=lambda n: best)
+    assert kept(found, Retention(keep_last_n=1, keep_best_n=3), best=3) == [2, 3, 4, 5]
+
+
+def test_every_field_of_a_manifest_is_guarded(tmp_path):
+    saved = save(tmp_path, {"w": torch.ones(3)})
+    path = saved.path / "manifest.json"
+    good = path.read_bytes()
+    assert to_bytes(read_manifest(saved.path)) == good
+    body = json.loads(good)
+    body.pop("digest")
+    for name in body:
+        for wrong in ("removed", "nonsense"):
+            bad = {**body}
+            if wrong == "removed":
+                bad.pop(name)
+            else:
+                bad[name] = {"nonsense": -1}
+            text = json.dumps(bad, sort_keys=True, separators=(",", ":"))
+            path.write_bytes(good.replace(good[: good.index(b',"digest"')], text[:-1].encode()))
+            with pytest.raises(CheckpointDamaged, match="own digest"):
+                read_manifest(saved.path)
+
+
+HOSTILE = {
+    "a path that leads out": lambda b: b["files"][0].update(name="../../secret"),
+    "another file's name": lambda b: b["files"][0].update(name="manifest.json"),
+    "an absurd size": lambda b: b["files"][0].update(size=1 << 60),
+    "an absurd shape": lambda b: b["tensors"][0].update(shape=[1 << 40, 1 << 40]),
+    "a gap": lambda b: b["tensors"][0]["pieces"][0].update(start=5000),
+    "another version": lambda b: b.update(format_version=99),
+    "a negative step": lambda b: b.update(step=-1),
+    "a header beyond the file": lambda b: b["files"][0].update(header_end=1 << 30),
+    "a reference to nothing": lambda b: b.update(plain={"w": {"$tensor": "nothing"}}),
+    "an unknown tag": lambda b: b.update(plain={"w": {"$class": "os.system"}}),
+    "an unknown type": lambda b: b["tensors"][0].update(dtype="PICKLE"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_with_a_right_digest_is_refused(tmp_path, name):
+    from keepstep.store.manifest import digest_of
+
+    saved = save(tmp_path, {"w": torch.ones(3)})
+    path = saved.path / "manifest.json"
+    body = json.loads(path.read_bytes())
+    body.pop("digest")
+    HOSTILE[name](body)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    path.write_bytes(text[:-1] + b',"digest":"' + digest_of(text).encode() + b'"}\n')
+    with pytest.raises(CheckpointDamaged):
+        load_state(saved.path)
+
+
+def test_a_manifest_survives_its_own_text(tmp_path):
+    saved = save(tmp_path, {"w": torch.ones(3)}, metrics={"a": math.nan, "b": 0.1})
+    text = (saved.path / "manifest.json").read_bytes()
+    found = from_bytes(text)
+    assert math.isnan(found.metrics["a"])
+    assert dataclasses.replace(found, metrics={}) == dataclasses.replace(saved.manifest, metrics={})
+
+
+def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path):
+    saved = save(tmp_path, {"w": torch.ones(3), "b": torch.zeros(2).bool()})
+    for path in saved.path.iterdir():
+        data = path.read_bytes()
+        for place in range(0, len(data), 7):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            assert verify(list_checkpoints(tmp_path)[0]), (path.name, place)
+        path.write_bytes(data)
+    assert verify(list_checkpoints(tmp_path)[0]) == []
+
+
+def test_new_files_obey_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        saved = save(tmp_path, {"w": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert (saved.path / "manifest.json").stat().st_mode & 0o777 == 0o640
+    assert saved.path.stat().st_mode & 0o777 == 0o750
+
+
+def test_importing_the_store_imports_no_torch():
+    code = "import sys, keepstep.store; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
