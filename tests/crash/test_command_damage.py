@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.helpers.command import digests, events, keepstep, link, losses, steps
 
 MANIFEST, DATA = "manifest.json", "rank-00000.safetensors"
@@ -97,7 +98,7 @@ def test_the_verifier_names_the_file_the_tensor_and_the_place(untouched, tmp_pat
 @pytest.mark.parametrize(
     ("flag", "name"),
     [
-        ("--model.hidden_size=32", "model.settings"),
+        ("--model.hidden_size=32", "model.hidden_size"),
         ("--run.seed=4", "run.seed"),
         ("--data.sequence_length=16", "data.sequence_length"),
         ("--optimizer.name=sgd", "optimizer.name"),

@@ -49,7 +49,7 @@ def in_a_child(work: Callable[[], None]) -> int:
         try:
             work()
             os._exit(0)
-        except BaseException:
+        finally:
             os._exit(99)
     return os.waitpid(child, 0)[1]
 
@@ -134,10 +134,12 @@ def test_a_save_is_tried_again_with_back_off_and_then_given_up(tmp_path, monkeyp
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     heard = []
-    with Store(
-        tmp_path, disk=Broken(), save_retries=2, on_event=lambda event, **_: heard.append(event)
-    ) as store:
-        with pytest.raises(SaveFailed, match="Input/output error"):
-            store.save(state_of(1), step=1)
+    with (
+        Store(
+            tmp_path, disk=Broken(), save_retries=2, on_event=lambda event, **_: heard.append(event)
+        ) as store,
+        pytest.raises(SaveFailed, match="Input/output error"),
+    ):
+        store.save(state_of(1), step=1)
     assert heard == ["snapshot", "retry", "retry"]
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tests.helpers import hooks
 from tests.helpers.command import events, keepstep, link, losses, outcome, steps
 

@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+
 from tests.helpers import hooks
 from tests.helpers.command import (
     Session,

@@ -1,6 +1,7 @@
 """`keepstep ckpt ls|show|verify RUN`: what a run's folder holds. Needs no torch and no lock."""
 
 import json as json_format
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,8 +12,10 @@ import tyro
 
 from keepstep.cli.parse import dispatch
 from keepstep.config.quantities import bytes_text
-from keepstep.errors import CheckpointDamaged
-from keepstep.store import Checkpoint, Manifest, verify
+from keepstep.config.resolved import recorded_checkpoint_folder
+from keepstep.errors import CheckpointDamaged, NotFound
+from keepstep.store import Checkpoint, Manifest, list_checkpoints, verify
+from keepstep.store.layout import step_of
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
 
 Run = Annotated[Path, tyro.conf.Positional]
@@ -32,7 +35,7 @@ def ls(run: Run, *, json: bool = False) -> int:
         run: Folder of the run, or of its checkpoints.
         json: Print JSON.
     """
-    entries = found_checkpoints(run)
+    entries = found_checkpoints(_place(run))
     rows = [_row(entry, roles_of(entry, entries)) for entry in entries]
     if json:
         _print_json(rows)
@@ -54,7 +57,8 @@ def show(run: Run, checkpoint: Annotated[str, tyro.conf.Positional], *, json: bo
         checkpoint: Name (step_10), step (10), `latest` or `best`.
         json: Print JSON, with the digest of every piece.
     """
-    entry = find_checkpoint(run, checkpoint)
+    place = _place(run)
+    entry = find_checkpoint(place, checkpoint)
     if entry.manifest is None:
         raise CheckpointDamaged(f"{entry.path}: {entry.fault}")
     manifest = entry.manifest
@@ -71,7 +75,7 @@ def show(run: Run, checkpoint: Annotated[str, tyro.conf.Positional], *, json: bo
         "run": manifest.run_id,
         "sequence": f"{manifest.sequence} (follows {manifest.parent or 'nothing'})",
         "ranks": str(manifest.world_size),
-        "role": ", ".join(roles_of(entry, found_checkpoints(run))) or "-",
+        "role": ", ".join(roles_of(entry, found_checkpoints(place))) or "-",
         "metrics": _metrics(manifest.metrics) or "-",
         "best so far": _best(manifest),
         "written by": ", ".join(f"{k} {v}" for k, v in manifest.environment.items() if v),
@@ -97,8 +101,11 @@ def verify_all(
         checkpoint: Name, step, `latest` or `best`; all of them if left out.
         json: Print JSON.
     """
-    entries = [find_checkpoint(run, checkpoint)] if checkpoint else found_checkpoints(run)
-    results = [(entry, verify(entry)) for entry in entries]
+    place = _place(run)
+    entries = [find_checkpoint(place, checkpoint)] if checkpoint else found_checkpoints(place)
+    looked_at = [(entry, verify(entry)) for entry in entries]
+    # A live run may delete an old checkpoint while it is read: that is not damage.
+    results = [(entry, faults) for entry, faults in looked_at if entry.path.exists()]
     damaged = any(faults for _, faults in results)
     if json:
         _print_json(
@@ -118,6 +125,22 @@ def verify_all(
             for fault in faults:
                 print(f"  {fault.file}: {fault.message}")
     return CheckpointDamaged.exit_code if damaged else 0
+
+
+def _place(run: Path) -> Path:
+    """Return the folder to look into: the run's, or the one that its `run.toml` names.
+
+    What a run's folder holds comes first: it may have been moved since its config was written.
+    """
+    if step_of(run.name) is not None and not list_checkpoints(run) and run.is_dir():
+        raise NotFound(
+            f"{run} is one checkpoint, not the folder of a run",
+            hint=f"Give its folder first, as in `keepstep ckpt verify {run.parent} {run.name}`.",
+        )
+    recorded = recorded_checkpoint_folder(run)
+    if recorded is None or list_checkpoints(run, aside=True):
+        return run
+    return recorded
 
 
 def _row(entry: Checkpoint, roles: list[str]) -> dict[str, Any]:
@@ -152,13 +175,29 @@ def _when(seconds: float) -> str:
 
 
 def _metrics(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
+    return ", ".join(f"{name} {_number(value)}" for name, value in sorted(metrics.items()))
+
+
+def _number(value: float) -> str:
+    """Return a metric for people; a small one does not become 0.0000."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.3e}"
 
 
 def _best(manifest: Manifest) -> str:
     best = manifest.best
-    return f"{best.metric} {best.value:.4f} at step {best.step:,}" if best is not None else "-"
+    return f"{best.metric} {_number(best.value)} at step {best.step:,}" if best is not None else "-"
 
 
 def _print_json(data: Any) -> None:
-    print(json_format.dumps(data, indent=2))
+    print(json_format.dumps(_strict(data), indent=2, allow_nan=False))
+
+
+def _strict(data: Any) -> Any:
+    """Return data with "nan", "inf" and "-inf" as text: JSON has no such numbers."""
+    if isinstance(data, dict):
+        return {name: _strict(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_strict(value) for value in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    return data

@@ -7,9 +7,9 @@ from typing import Any
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.quantities import seconds
 from keepstep.config.schema import Config
+from keepstep.config.strategies import strategy_names
 
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_STRATEGIES = ("power2",)
 _YEAR_SECONDS = 366 * 86400
 _Found = Iterator[tuple[str, str]]
 
@@ -90,6 +90,8 @@ def _schedule(config: Config) -> _Found:
         )
     if schedule.name == "wsd" and schedule.decay_steps == 0:
         yield "schedule.decay_steps", "wsd needs the length of its decay"
+    if steps < 1:
+        return  # `_ranges` says so; no schedule fits into no steps.
     tail = schedule.decay_steps if schedule.name == "wsd" else 1
     if schedule.name != "constant" and schedule.warmup_steps + tail > steps:
         yield (
@@ -118,6 +120,13 @@ def _checkpoint(config: Config) -> _Found:
     window = checkpoint.dyn_ckpt_window
     if window is None:
         return
+    names = strategy_names()
+    if window.strategy not in names:
+        yield (
+            "checkpoint.dyn_ckpt_window.strategy",
+            f"must be {' or '.join(names)}, not {window.strategy!r}"
+            f"{suggestion(window.strategy, names)}",
+        )
     if window.start < 0:
         yield "checkpoint.dyn_ckpt_window.start", f"must be at least 0, not {window.start}"
     if window.stop < window.start:
@@ -125,11 +134,6 @@ def _checkpoint(config: Config) -> _Found:
             "checkpoint.dyn_ckpt_window.stop",
             f"{window.stop} lies before the window's start ({window.start})",
         )
-
-    if window.strategy not in _STRATEGIES and not config.run.hooks:
-        near = suggestion(window.strategy, _STRATEGIES)
-        message = f"there is no strategy {window.strategy!r}, and no hook that could register it"
-        yield "checkpoint.dyn_ckpt_window.strategy", f"{message}{near}"
 
 
 def _names(config: Config) -> _Found:

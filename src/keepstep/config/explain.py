@@ -27,6 +27,7 @@ class Sources:
 
     def __init__(self) -> None:
         self._places: dict[str, str] = {}
+        self._ranks: dict[str, int] = {}
         self._main = "config"
 
     def add_file(self, path: Path, text: str) -> None:
@@ -39,14 +40,14 @@ class Sources:
         for number, line in enumerate(text.split("\n"), start=1):
             if match := _TABLE.match(line):
                 table = _bare(match.group(1))
-                self._places[table] = f"{path}:{number}"
+                self._note(table, f"{path}:{number}")
             elif match := _KEY.match(line):
                 key = _bare(match.group(1))
-                self._places[f"{table}.{key}" if table else key] = f"{path}:{number}"
+                self._note(f"{table}.{key}" if table else key, f"{path}:{number}")
 
     def add_flag(self, path: str, flag: str) -> None:
         """Note that a flag set a path."""
-        self._places[path] = flag
+        self._note(path, flag)
 
     def where(self, path: str) -> str:
         """Return where a path was set, or where the nearest table around it was, or began."""
@@ -60,12 +61,20 @@ class Sources:
             around = around.rpartition(".")[0]
         return self._main
 
+    def rank(self, place: str) -> int:
+        """Return where a place stands in reading order: by file, by line, then the flags."""
+        return self._ranks.get(place, len(self._ranks))
+
+    def _note(self, path: str, place: str) -> None:
+        self._places[path] = place
+        self._ranks.setdefault(place, len(self._ranks))
+
 
 def explain(problems: Iterable[Problem], sources: Sources) -> list[str]:
-    """Return one line a problem: where it was written, which key, what is wrong."""
+    """Return one line a problem, in reading order: where it stands, which key, what is wrong."""
     lines: dict[str, None] = {}
-    for problem in problems:
-        place = problem.flag or sources.where(problem.path)
+    placed = [(problem.flag or sources.where(problem.path), problem) for problem in problems]
+    for place, problem in sorted(placed, key=lambda pair: sources.rank(pair[0])):
         key = "" if place == f"--{problem.path}" else f"{problem.path}: "
         lines[f"{place}: {key}{problem.message}"] = None
     return list(lines)

@@ -53,9 +53,8 @@ def load_config(
     problems += found
     if config is not None:
         # Checks between fields would judge the defaults that stand in for wrong values.
-        checked = [*(single_checks(config) if problems else cross_checks(config))]
-        wrong = {problem.path for problem in problems}
-        problems += [p for p in [*checked, *checks_of(config)] if p.path not in wrong]
+        checked = single_checks(config) if problems else cross_checks(config)
+        problems += [*checked, *checks_of(config)]
     if problems:
         raise ConfigError(explain(problems, sources))
     assert config is not None, "a config without problems was built"

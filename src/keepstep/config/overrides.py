@@ -8,6 +8,8 @@ from typing import Any
 
 from keepstep.config.explain import Problem, Sources
 
+NOT_A_KEY = "is a section, not a key; its keys are written --{}.KEY"
+
 _FLAG = re.compile(r"--[A-Za-z_][\w-]*(\.[\w-]+)*")
 _BARE_FLOAT = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
 _PYTHON_WORDS = {"True": True, "False": False}
@@ -56,14 +58,13 @@ def _put(tree: dict[str, Any], path: list[str], given: FlagValue) -> str:
         inner = tree.setdefault(name, {})
         if isinstance(inner, FlagValue):
             # An earlier flag took the table away, or gave it as a whole: `--a.b={c = 1}`.
-            inner = {} if inner.value is None else inner.value
-            tree[name] = inner = dict(inner) if isinstance(inner, dict) else inner
+            inner = tree[name] = {} if inner.value is None else inner.value
         if not isinstance(inner, dict):
             return f"{'.'.join(path[:depth])} is a key, not a section"
         tree = inner
     table_stays = isinstance(tree.get(path[-1]), dict)
     if table_stays and not (given.value is None or isinstance(given.value, dict)):
-        return f"is a section, not a key; its keys are written --{'.'.join(path)}.KEY"
+        return NOT_A_KEY.format(".".join(path))
     tree[path[-1]] = given
     return ""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ def checkpoint_folder(config: Config) -> Path:
     if config.checkpoint.dir:
         return Path(config.checkpoint.dir).expanduser()
     return run_folder(config) / "checkpoints"
+
+
+def recorded_checkpoint_folder(run: Path) -> Path | None:
+    """Return the folder that a run's `run.toml` names for its checkpoints, or None."""
+    path = run / "run.toml"
+    if not path.is_file():
+        return None
+    try:
+        section = tomllib.loads(path.read_text(encoding="utf-8")).get("checkpoint")
+    except ValueError as error:
+        raise UsageError(f"{path}: this is not valid TOML: {error}") from error
+    name = section.get("dir") if isinstance(section, dict) else None
+    return Path(name).expanduser() if isinstance(name, str) and name else None
 
 
 def must_match(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -6,16 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING
 from functools import cache
-from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from keepstep.config.explain import Problem, said, suggestion
-from keepstep.config.overrides import FlagValue
+from keepstep.config.overrides import NOT_A_KEY, FlagValue
 from keepstep.config.schema import Config
 
 CATCH_ALL = "settings"
 _WRONG = object()
+_AROUND_TEXT = (Annotated, Union, UnionType)
 
 
 def validate(schema: type[Config], tree: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
@@ -99,7 +101,7 @@ class _Builder:
                     values.setdefault(CATCH_ALL, {})[name] = value
             elif name not in hints:
                 kind = "section" if isinstance(given, dict) else "key"
-                near = suggestion(name, list(hints)) or _elsewhere(name, self._known)
+                near = _likely(name, list(hints), self._known)
                 self._tell(path, f"unknown {kind}{near}")
             else:
                 value = self._field(hints[name], given, path)
@@ -124,17 +126,23 @@ class _Builder:
                 return None
             if isinstance(given, dict):
                 return self.section(inner, given, f"{path}.")
-            return self._tell(path, f"must be a section (a table), not {said(given, text=text)}")
+            if text:
+                return self._tell(path, NOT_A_KEY.format(path))
+            return self._tell(path, f"must be a section (a table), not {said(given)}")
         if isinstance(given, dict) and get_origin(hint) is not dict:
             return self._tell(path, "is a key, not a section")
         given = self._plain(given, path) if isinstance(given, dict) else given
+        if isinstance(given, str) and not _is_unicode(given):
+            return self._tell(path, f"must be valid Unicode text, not {said(given)}")
         if get_origin(hint) is tuple and isinstance(given, list):
             given = tuple(given)
         try:
             return _adapter(hint).validate_python(given)
         except ValidationError as error:
             for fault in error.errors():
-                self._tell(path, _words(fault, said(fault["input"], text=text)))
+                # A fault inside a list has a place of its own, and its own value.
+                shown = said(fault["input"], text="" if fault["loc"] else text)
+                self._tell(path, _words(fault, shown))
             return _WRONG
 
     def _plain(self, given: Any, path: str) -> Any:
@@ -173,17 +181,20 @@ def _meant(hint: Any, flag: FlagValue) -> Any:
         # One entry of a list of text may be given bare.
         is_list = get_origin(hint) is tuple and options == (str, ...)
         return [flag.value] if is_list and flag.value else flag.value
-    takes_text = hint is str or str in options
-    in_annotated = get_origin(hint) is Annotated and options[0] is str
-    return flag.text if takes_text or in_annotated else flag.value
+    takes_text = hint is str or (get_origin(hint) in _AROUND_TEXT and str in options)
+    return flag.text if takes_text else flag.value
 
 
-def _elsewhere(name: str, known: list[str]) -> str:
-    """Return `; did you mean ...?` with the keys of other sections that have such a name."""
+def _likely(name: str, beside: list[str], known: list[str]) -> str:
+    """Return `; did you mean ...?` for a name that a section does not have.
+
+    First comes that very name in another section, then a close one beside it, then one elsewhere.
+    """
     leaves = [path.rpartition(".")[2] for path in known]
-    near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
-    named = [f"`{path}`" for path in known if path.rpartition(".")[2] in near]
-    return f"; did you mean {' or '.join(named)}?" if named else ""
+    near = [name] if name in leaves else difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
+    elsewhere = [f"`{path}`" for path in known if path.rpartition(".")[2] in near]
+    here = "" if name in leaves else suggestion(name, beside)
+    return here or (f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else "")
 
 
 def _is_unicode(text: str) -> bool:
@@ -207,7 +218,6 @@ def _words(fault: Any, given: str) -> str:
         "float_type": "a number",
         "bool_type": "true or false",
         "string_type": "text in quotes",
-        "string_unicode": "valid Unicode text",
         "tuple_type": "a list",
         "dict_type": "a table",
         "finite_number": "a finite number",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from keepstep.config.schema import OptimizerConfig
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, UsageError
 from keepstep.state.optimizer_state import names_of, restore_state, state_by_name
 
 _PEAK = "peak_rate"
@@ -93,6 +93,8 @@ class Optimizer:
 def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
     """Return the optimizer that a config names, over every parameter that wants gradients."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise UsageError("no parameter of the model wants a gradient: there is nothing to train")
     if config.name == "muon":
         embeddings = _embedding_weights(model)
         matrices = [p for _, p in named if p.dim() == 2 and id(p) not in embeddings]
@@ -152,6 +154,8 @@ def _embedding_weights(model: torch.nn.Module) -> set[int]:
 
 
 def _differences(part: str, saved: list[Any], now: list[Any]) -> list[str]:
+    if len(saved) != len(now):
+        return [f"{part}: {len(saved)} groups of parameters -> {len(now)}"]
     found: dict[str, None] = {}
     for old, new in zip(saved, now, strict=True):
         for key in sorted(set(old) | set(new)):

@@ -7,10 +7,14 @@ asks for the same number and gets the same factor.
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 from keepstep.config.schema import ScheduleConfig
 
 Schedule = Callable[[int], float]
+# The share of the way from the end of the warm-up to the last update. Exact, because a rounded
+# one can fall just short of the start of a cycle or of a decay, and so be a whole cycle off.
+Progress = Fraction | float
 
 
 def build_schedule(config: ScheduleConfig, total_updates: int) -> Schedule:
@@ -25,14 +29,14 @@ def build_schedule(config: ScheduleConfig, total_updates: int) -> Schedule:
     def factor(update: int) -> float:
         if update < warmup:
             return (update + 1) / warmup
-        if last == warmup:
-            return shape(1.0)
-        return shape(min(1.0, (update - warmup) / (last - warmup)))
+        if update >= last:
+            return shape(Fraction(1))
+        return shape(Fraction(update - warmup, last - warmup))
 
     return factor
 
 
-def _shape(config: ScheduleConfig, total_updates: int) -> Callable[[float], float]:
+def _shape(config: ScheduleConfig, total_updates: int) -> Callable[[Progress], float]:
     """Return the factor as a function of the progress after the warm-up, 0 to 1."""
     floor = config.floor
     match config.name:
@@ -50,27 +54,29 @@ def _shape(config: ScheduleConfig, total_updates: int) -> Callable[[float], floa
             )
         case "wsd":
             span = max(total_updates - 1 - config.warmup_steps, 1)
-            # The decay takes `decay_steps` updates, of which the last is the last of the run.
-            stable = max(0.0, 1 - config.decay_steps / span)
+            # The decay takes `decay_steps` updates, of which the last is the last of the run. A
+            # decay that begins with the first update after the warm-up has its start in the last
+            # of the warm-up, which is at the peak: then this is negative.
+            stable = 1 - Fraction(config.decay_steps, span)
 
-            def wsd(progress: float) -> float:
-                if progress <= stable and progress < 1:
+            def wsd(progress: Progress) -> float:
+                if progress <= stable:
                     return 1.0
                 return _decay(config.decay, (progress - stable) / (1 - stable), floor)
 
             return wsd
 
 
-def rex(progress: float) -> float:
+def rex(progress: Progress) -> float:
     """Return (1 - p) / (1/2 + (1 - p) / 2), which is 1 at the start and 0 at the end.
 
     Chen, Wolfe and Kyrillidis (2021), "REX: Revisiting Budgeted Training with an Improved
     Schedule", section 3.
     """
-    return (1 - progress) / (0.5 + 0.5 * (1 - progress))
+    return float((1 - progress) / (0.5 + 0.5 * (1 - progress)))
 
 
-def damped_restarts(progress: float, *, cycles: int, damping: float, floor: float) -> float:
+def damped_restarts(progress: Progress, *, cycles: int, damping: float, floor: float) -> float:
     """Return the factor of cosine cycles that are damped: `floor` exactly at progress 1.
 
     m(p) = r + (d^c - r) (1 + cos(pi f)) / 2 with c = floor(n p) and f = n p - c. At p = 1 the last
@@ -85,14 +91,14 @@ def damped_restarts(progress: float, *, cycles: int, damping: float, floor: floa
     return floor + (peak - floor) * (1 + math.cos(math.pi * within)) / 2
 
 
-def _decay(shape: str, progress: float, floor: float) -> float:
+def _decay(shape: str, progress: Progress, floor: float) -> float:
     """Return the factor on the way from 1 to the floor."""
     if progress >= 1:
         # Exactly, without the rounding that 1 - (1 - floor) has.
         return floor
     match shape:
         case "linear":
-            height = 1 - progress
+            height = float(1 - progress)
         case "cosine":
             height = (1 + math.cos(math.pi * progress)) / 2
         case "sqrt":

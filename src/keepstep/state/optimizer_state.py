@@ -8,6 +8,8 @@ Guarantees:
 3. A state without a parameter to go to is an error, and so is a parameter that the saved optimizer
    did not have.
 4. Hyper-parameters are not restored: the config's win.
+5. What was restored shares no memory with what it came from, and nothing that the optimizer held
+   before is left in it. Where it does not fit, the optimizer is as it was.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,6 +20,7 @@ import torch
 from keepstep.errors import CheckpointDamaged
 
 Names = Mapping[int, str]
+_STEP = "step"  # torch's name for the number of updates of a parameter
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
@@ -60,23 +63,27 @@ def restore_state(
             f" {homeless or 'none'}, nothing saved for {unknown or 'none'}",
             hint="The optimizer or the model's parameters have changed since the checkpoint.",
         )
-    for name, entries in saved.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            key: _placed(value, key, parameter, name) for key, value in entries.items()
+    restored = {
+        parameters[name]: {
+            key: _placed(value, key, parameters[name], name) for key, value in entries.items()
         }
+        for name, entries in saved.items()
+    }
+    optimizer.state.clear()
+    optimizer.state.update(restored)
 
 
 def _placed(value: Any, key: str, parameter: torch.Tensor, name: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dim() == 0:
-        # Step counts: on the device only where the kernels want them there.
-        return value.to(parameter.device) if parameter.is_cuda else value
-    if value.shape != parameter.shape:
-        raise CheckpointDamaged(
-            f"the state {key!r} of {name} has the shape {tuple(value.shape)}, the parameter"
-            f" {tuple(parameter.shape)}"
-        )
-    # A new tensor with the parameter's strides: kernels may round otherwise for another layout.
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    if value.shape == parameter.shape:
+        # A new tensor with the parameter's strides: kernels may round otherwise for another layout.
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    if key == _STEP and value.dim() == 0:
+        # The fused kernels, which are the ones in use, want the count where the parameter is. It is
+        # counted in place, so a shared one would be counted by two optimizers.
+        return value.to(parameter.device, copy=True)
+    raise CheckpointDamaged(
+        f"the state {key!r} of {name} has the shape {tuple(value.shape)}, the parameter"
+        f" {tuple(parameter.shape)}"
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keepstep.config.schema import OptimizerConfig
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, UsageError
 from keepstep.optim.optimizer import build_optimizer
 
 
@@ -122,3 +122,77 @@ def test_saving_runs_no_step():
     before = [p.clone() for p in model.parameters()]
     assert optimizer.state_dict()["adamw"]["state"] == {}
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_each_part_has_its_own_peak_and_all_follow_the_schedule():
+    optimizer = build_optimizer(OptimizerConfig(name="muon", rate=0.02, adamw_rate=0.004), Model())
+    optimizer.set_factor(0.5)
+    optimizer.set_factor(0.25)
+    rates = {
+        name: {group["lr"] for group in part.param_groups}
+        for name, part in optimizer._parts.items()
+    }
+    assert rates == {"muon": {0.005}, "adamw": {0.001}}
+    assert optimizer.rate == 0.005
+
+
+def test_a_tied_weight_is_updated_once_and_muon_leaves_the_output_layer_to_adamw():
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(8, 7, bias=False)
+            self.out.weight = self.embed.weight
+
+        def get_output_embeddings(self):
+            return self.out
+
+    for tied in (True, False):
+        model = Tied()
+        if not tied:
+            model.out.weight = torch.nn.Parameter(torch.zeros(7, 8))
+        parts = build_optimizer(OptimizerConfig(name="muon"), model).state_dict()
+        names = [n for p in parts.values() for g in p["groups"] for n in g["parameters"]]
+        assert len(names) == len(set(names))
+        assert ("out.weight" in names) is not tied
+        assert parts["muon"]["groups"][0]["parameters"] == ["hidden.weight", "unused.weight"]
+
+
+def test_the_hook_runs_before_any_parameter_of_any_part_changes():
+    model = Model()
+    optimizer = build_optimizer(OptimizerConfig(name="muon"), model)
+    before = [p.detach().clone() for p in model.parameters()]
+    calls = []
+
+    def hook() -> None:
+        calls.append(
+            all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        )
+
+    optimizer.register_step_pre_hook(hook)
+    advance(model, optimizer, 1)
+    assert calls == [True]
+    assert not torch.equal(before[0], model.embed.weight)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    model = Model().requires_grad_(False)
+    for name in ("adamw", "sgd", "muon"):
+        with pytest.raises(UsageError, match="nothing to train"):
+            build_optimizer(OptimizerConfig(name=name), model)
+
+
+def test_adamw_is_the_fused_one():
+    groups = build_optimizer(OptimizerConfig(), Model()).state_dict()["adamw"]["groups"]
+    assert all(group["fused"] for group in groups)
+
+
+def test_a_saved_state_that_was_loaded_is_not_shared():
+    model, other = Model(), Model()
+    optimizer = build_optimizer(OptimizerConfig(), model)
+    advance(model, optimizer, 2)
+    fresh = build_optimizer(OptimizerConfig(), other)
+    fresh.load_state_dict(optimizer.state_dict())
+    advance(other, fresh, 1, first=2)
+    state = optimizer.state_dict()["adamw"]["state"]["hidden.weight"]
+    assert state["step"].item() == 2
+    assert fresh.state_dict()["adamw"]["state"]["hidden.weight"]["step"].item() == 3

@@ -7,7 +7,7 @@ from keepstep.config.explain import Problem, suggestion
 from keepstep.config.schema import Config
 from keepstep.errors import UsageError
 from keepstep.tasks.language import library
-from keepstep.tasks.language.config import LanguageConfig
+from keepstep.tasks.language.config import METRICS, LanguageConfig
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
@@ -33,7 +33,7 @@ def build(config: Config) -> "Task":
 def check(config: Config) -> list[Problem]:
     """Return what of the task's own sections cannot be meant."""
     assert isinstance(config, LanguageConfig), "the registry loads this task's own config"
-    found = [*_check_data(config), *_check_model(config)]
+    found = [*_check_evaluation(config), *_check_data(config), *_check_model(config)]
     return [Problem(path=path, message=message) for path, message in found]
 
 
@@ -46,6 +46,12 @@ def _check_data(config: LanguageConfig) -> Iterator[tuple[str, str]]:
         yield "data.workers", f"must be at least 0, not {data.workers}"
     if not 0 < data.valid_share < 1:
         yield "data.valid_share", f"must be between 0 and 1, not {data.valid_share}"
+
+
+def _check_evaluation(config: LanguageConfig) -> Iterator[tuple[str, str]]:
+    metric = config.evaluation.metric
+    if metric not in METRICS:
+        yield "evaluation.metric", f"must be {' or '.join(METRICS)}, not {metric!r}"
 
 
 def _check_model(config: LanguageConfig) -> Iterator[tuple[str, str]]:
@@ -67,4 +73,6 @@ def _check_model(config: LanguageConfig) -> Iterator[tuple[str, str]]:
         if keys is not None and key not in keys:
             own = ("architecture", "pretrained", "attention")
             near = suggestion(key, [*sorted(keys), *own])
+            if key in library.OURS:
+                near = f"; it is `model.{library.OURS[key]}` here"
             yield f"model.{key}", f"the config of {model.architecture} has no such key{near}"

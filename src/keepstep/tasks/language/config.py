@@ -5,6 +5,9 @@ from typing import Any
 
 from keepstep.config.schema import MUST_MATCH, Config, must_match
 
+METRICS = ("valid_loss", "valid_perplexity")
+"""What an evaluation measures: nats a token, and e to the power of that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

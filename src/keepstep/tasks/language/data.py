@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -54,8 +55,11 @@ class Windows:
             )
 
 
-class BatchDataset(Dataset[torch.Tensor]):
-    """The n-th batch behind a position, by n."""
+class BatchDataset(Dataset[torch.Tensor | DataError]):
+    """The n-th batch behind a position, by n.
+
+    An error is returned, not raised: a loader that raises buries it in a worker's traceback.
+    """
 
     def __init__(self, windows: Windows, *, seed: int, position: int, batch: int) -> None:
         self._windows = windows
@@ -63,28 +67,39 @@ class BatchDataset(Dataset[torch.Tensor]):
         self._position = position
         self._batch = batch
 
-    def __getitem__(self, number: int) -> torch.Tensor:
+    def __getitem__(self, number: int) -> torch.Tensor | DataError:
         """Return the samples of a batch, shape (batch, length + 1)."""
         start = self._position + number * self._batch
         positions = np.arange(start, start + self._batch, dtype=np.int64)
-        return self._windows.take(sample_indices(self._seed, positions, len(self._windows)))
+        try:
+            return self._windows.take(sample_indices(self._seed, positions, len(self._windows)))
+        except DataError as error:
+            return error
 
 
-def iterate_batches(dataset: BatchDataset, *, workers: int) -> Iterator[torch.Tensor]:
+def iterate_batches(
+    dataset: BatchDataset, *, workers: int, pinned: bool = False
+) -> Iterator[torch.Tensor]:
     """Yield batch after batch without end, loaded ahead by `workers` processes."""
     loader = DataLoader(
         dataset,
         batch_size=None,
         sampler=_Counting(),
         num_workers=workers,
-        worker_init_fn=_begin_worker if workers else None,
-        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=partial(_begin_worker, run=os.getpid()) if workers else None,
+        # Forked from the run itself: a worker that a server forks is not the run's child, and
+        # would not end with it.
+        multiprocessing_context="fork" if workers else None,
+        pin_memory=pinned,
         # A generator of its own: the loader draws from it, and training's must not be touched.
         generator=torch.Generator(),
     )
     with _signals_held_back():
         batches = iter(loader)
-    yield from batches
+    for samples in batches:
+        if isinstance(samples, DataError):
+            raise samples
+        yield samples
 
 
 class _Counting:
@@ -108,14 +123,14 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_worker(worker: int) -> None:
+def _begin_worker(worker: int, *, run: int) -> None:
     del worker
     signal.set_wakeup_fd(-1)
     for number in _RUN_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _RUN_SIGNALS)
     # A run that was killed cannot end its workers; the kernel does.
-    parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent:
+    # A run that died before this call sends nothing any more; the worker has a new parent then.
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != run:
         os._exit(1)

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from keepstep.errors import NotFound, UsageError
+from keepstep.errors import DataError, NotFound, UsageError
 from keepstep.store import load_state
+from keepstep.store.catalog import Checkpoint
 from keepstep.store.layout import BEST_NAME, LATEST_NAME, RUN_TOML_NAME
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
 from keepstep.tasks.language.config import LanguageConfig
 from keepstep.tasks.language.model import build_decoder
 from keepstep.tasks.language.task import data_folder
-from keepstep.tasks.language.tokens import TOKENIZER_NAME, open_tokens
+from keepstep.tasks.language.tokens import TOKENIZER_NAME, TokenSet, open_tokens
 from keepstep.tasks.registry import load_task_config
 
 
@@ -29,6 +30,7 @@ def generate_text(
         wanted = LATEST_NAME
     entry = find_checkpoint(run, wanted)
     tokens = open_tokens(data_folder(config.data))
+    _require_same_tokens(entry, tokens)
     tokenizer = Tokenizer.from_file(str(tokens.folder / TOKENIZER_NAME))
     model = build_decoder(
         config.model,
@@ -39,6 +41,7 @@ def generate_text(
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise UsageError("the prompt is empty")
+    _require_room(model, len(ids) + max_tokens)
     added = _continue(model, ids, max_tokens=max_tokens, temperature=temperature, seed=seed)
     return tokenizer.decode([*ids, *added]), label_of(entry)
 
@@ -63,6 +66,29 @@ def _continue(
     )
     added: list[int] = written[0, len(ids) :].tolist()
     return added
+
+
+def _require_same_tokens(entry: Checkpoint, tokens: TokenSet) -> None:
+    """Raise DataError where the tokens are not the run's: the text would be nonsense.
+
+    The built-in source is the library of the Python that runs, and another Python has another.
+    """
+    trained_on = entry.manifest.must_match.get("data.digest") if entry.manifest else None
+    if trained_on is not None and trained_on != tokens.digest:
+        raise DataError(
+            f"{tokens.folder} does not hold the tokens that {label_of(entry)} was trained on",
+            hint="Use the Python that trained it, or give the folder with data.source in run.toml.",
+        )
+
+
+def _require_room(model: Any, tokens: int) -> None:
+    """Raise UsageError where the model has no positions for so many tokens."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise UsageError(
+            f"prompt and continuation are {tokens:,} tokens; the model has {positions:,} positions",
+            hint="Shorten the prompt, or lower --max-tokens.",
+        )
 
 
 def _config(run: Path) -> LanguageConfig:

@@ -16,8 +16,8 @@ _NAME = re.compile(r"\(\"([A-Za-z0-9_\-]+)\",")
 _BASE = "PreTrainedConfig"
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 """Older names, at the top level, that every config with `rope_parameters` still takes."""
-_OURS = frozenset({"attn_implementation"})
-"""What the section has a key of its own for."""
+OURS = {"attn_implementation": "attention"}
+"""What the section has a key of its own for, and that key."""
 
 
 def is_installed() -> bool:
@@ -74,7 +74,7 @@ def _keys_of(nodes: Sequence[ast.stmt], *, only: set[str]) -> set[str]:
                     args=[ast.Constant(value=str() as name), *_],
                 ):
                     keys.add(name)
-    return {name for name in keys if not name.startswith("_")} - _OURS
+    return {name for name in keys if not name.startswith("_")} - set(OURS)
 
 
 def _read(name: str) -> str:

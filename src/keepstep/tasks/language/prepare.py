@@ -131,7 +131,15 @@ def _loaded(path: Path, tokenizer_class):  # type: ignore[no-untyped-def]
     file = path / TOKENIZER_NAME if path.is_dir() else path
     if not file.is_file():
         raise NotFound(f"there is no tokenizer in {path}: no file {TOKENIZER_NAME}")
-    return tokenizer_class.from_file(str(file))
+    try:
+        encoder = tokenizer_class.from_file(str(file))
+    # The library raises nothing more specific.
+    except Exception as error:
+        raise DataError(f"{file} is not a tokenizer: {error}") from error
+    # Many published ones cut at their model's length; text would be lost without a word.
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
 
 
 def _blocks(texts: Sequence[str]) -> Iterator[tuple[str, bool]]:

@@ -10,12 +10,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from keepstep.state.data_position import sample_indices
-from keepstep.tasks.language.config import DataConfig, LanguageConfig
+from keepstep.tasks.language.config import METRICS, DataConfig, LanguageConfig
 from keepstep.tasks.language.data import BatchDataset, Windows, iterate_batches
-from keepstep.tasks.language.model import build_decoder
+from keepstep.tasks.language.model import build_decoder, router_loss_weight
 from keepstep.tasks.language.prepare import prepare_python_stdlib
-from keepstep.tasks.language.tokens import open_tokens
+from keepstep.tasks.language.tokens import check_vocabulary, open_tokens
 from keepstep.tasks.task import Batch
+
+_TOKENS_TO_CHECK_AT_START = 1 << 26
 
 
 class LanguageTask:
@@ -33,6 +35,11 @@ class LanguageTask:
             )
             for name in ("train", "valid")
         )
+        for name, part in self.tokens.parts.items():
+            # Every batch is looked at too; all of it here, before anything starts, where it is
+            # quick (tenths of a second).
+            if len(part) <= _TOKENS_TO_CHECK_AT_START:
+                check_vocabulary(part, self.tokens.vocab_size, where=f"data part {name!r}")
         self._train.require(config.train.global_batch)
         self._valid.require(1)
         self.identity: Mapping[str, str | int] = {"digest": self.tokens.digest}
@@ -55,7 +62,8 @@ class LanguageTask:
             position=position,
             batch=train.global_batch,
         )
-        for samples in iterate_batches(dataset, workers=data.workers):
+        pinned = train.device != "cpu" and torch.cuda.is_available()
+        for samples in iterate_batches(dataset, workers=data.workers, pinned=pinned):
             yield Batch(
                 micro_batches=torch.split(samples, train.micro_batch or train.global_batch),
                 samples=train.global_batch,
@@ -67,9 +75,7 @@ class LanguageTask:
         output = model(input_ids=micro_batch[:, :-1], use_cache=False)
         loss = _cross_entropy(output.logits, micro_batch[:, 1:])
         router_loss = getattr(output, "aux_loss", None)
-        if router_loss is not None:
-            loss = loss + model.config.router_aux_loss_coef * router_loss
-        return loss
+        return loss if router_loss is None else loss + router_loss_weight(model) * router_loss
 
     def evaluate(
         self, model: torch.nn.Module, stop_requested: Callable[[], bool]
@@ -81,6 +87,7 @@ class LanguageTask:
         chosen = sample_indices(0, np.arange(count, dtype=np.int64), len(self._valid))
         device = next(model.parameters()).device
         total, tokens = 0.0, 0
+        was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
@@ -93,10 +100,10 @@ class LanguageTask:
                     total += _cross_entropy(logits, targets).double().item() * targets.numel()
                     tokens += targets.numel()
         finally:
-            model.train()
+            model.train(was_training)
         loss = total / tokens
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"valid_loss": loss, "valid_perplexity": perplexity}
+        return dict(zip(METRICS, (loss, perplexity), strict=True))
 
 
 def data_folder(data: DataConfig) -> Path:

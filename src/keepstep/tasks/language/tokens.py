@@ -28,6 +28,8 @@ TOKENIZER_NAME = "tokenizer.json"
 PARTS = ("train", "valid")
 _FORMAT = "keepstep-tokens-1"
 _TYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_VERIFIED_BYTES_MAX = 64 << 20
+"""Larger files are not read as a whole at each start: a slow disk takes a second for this much."""
 
 Tokens = npt.NDArray[Any]
 
@@ -129,4 +131,10 @@ def _open_part(folder: Path, name: str, about: Mapping[str, Any]) -> Tokens:
         )
     if count == 0:
         return np.zeros(0, dtype=_TYPES[type_name])
-    return np.memmap(path, dtype=_TYPES[type_name], mode="r")
+    tokens = np.memmap(path, dtype=_TYPES[type_name], mode="r")
+    if size <= _VERIFIED_BYTES_MAX and digest_of(tokens.data) != about["parts"][name]["digest"]:
+        raise DataError(
+            f"{path} is not what was written: its digest is another",
+            hint="Prepare the data again, into a new folder.",
+        )
+    return tokens
