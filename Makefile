@@ -1,32 +1,36 @@
-# The two commands of the README: `make demo` and `make test`. They need Python 3.11 and make.
+# They need Python 3.11 and make. `make demo` and `make test` are the two commands of the README.
 PYTHON ?= python3.11
 VENV := .venv
+BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test check bench clean
 
 setup: $(STAMP)
 
+# An environment that works is added to, not made anew. One whose making was interrupted has a
+# python but no pip, and `venv` mends it in place. The stamp is written last: an install that
+# failed or was interrupted is tried again.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[language,dev]'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[language,dev]'
 	touch $(STAMP)
 
 demo: setup
-	$(VENV)/bin/python examples/kill_and_resume.py
+	$(BIN)/python examples/kill_and_resume.py
 
 test: setup
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: setup
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python -m pytest --numprocesses 2 tests/unit
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/unit
 
 bench: setup
-	$(VENV)/bin/python benchmarks/training.py
+	$(BIN)/python benchmarks/training.py
 
 clean:
 	rm -rf $(VENV) build dist

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs/language/debug.toml"
 KEEPSTEP = Path(sys.executable).with_name("keepstep")
 WARM_UP_STEPS = 20
+ADAMW = ("--optimizer.name=adamw", "--optimizer.rate=1e-3")
+NO_EVALUATION = ("--evaluation.interval=0", "--evaluation.at_end=false")
 
 PLAIN_LOOP = """
 import sys, time
@@ -109,8 +111,8 @@ def start_up(place: Path, *, pairs: int) -> None:
 def late_resume(place: Path, *, pairs: int) -> None:
     """Resume a run whose counters and journal say 100,000 steps: the same state, moved forward."""
     early, late = place / "early", place / "late"
-    train(early, "--train.max_steps=10")
-    train(late, "--train.max_steps=10")
+    train(early, "--train.max_steps=10", *ADAMW)
+    train(late, "--train.max_steps=10", *ADAMW)
     move_to_step(late, 100_000)
     ratios = []
     for _ in range(pairs):
@@ -150,7 +152,7 @@ def move_to_step(run: Path, step: int) -> None:
 
 def first_step_seconds(run: Path, step: int) -> float:
     started = time.time()
-    train(run, f"--train.max_steps={max(step, 10)}", "--evaluation.at_end=false", stop_at=step)
+    train(run, f"--train.max_steps={max(step, 10)}", *ADAMW, *NO_EVALUATION, stop_at=step)
     times = step_times(run)
     return times[-1] - started
 

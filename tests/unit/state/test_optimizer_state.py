@@ -18,9 +18,8 @@ RULES = {
     "muon": lambda p: torch.optim.Muon(p, lr=0.01),
 }
 
-# Takes updates `first` to `last - 1` of a model for each optimizer, in a process of its own; goes
-# on
-# from the newest checkpoint of the folder where there is one.
+# Takes updates `first` to `last - 1` of a model for each optimizer, in a process of its own. It
+# goes on from the newest checkpoint of the folder where there is one.
 SESSION = """
 import sys
 import torch

@@ -1,7 +1,5 @@
 """The store alone, with a real folder: what comes back, what is refused, what is kept."""
 
-import dataclasses
-import json
 import math
 import os
 import subprocess
@@ -19,8 +17,6 @@ from keepstep.errors import (
     UsageError,
 )
 from keepstep.store import Store, list_checkpoints, load_state, verify
-from keepstep.store.manifest import from_bytes, read_manifest, to_bytes
-from keepstep.store.retention import Retention, reasons_to_keep
 from keepstep.store.tensors import PIECE_BYTES_MAX, _ranges
 
 
@@ -271,108 +267,6 @@ os.kill(os.getpid(), 9)
             os.write(write, b"x")
     os.close(read)
     os.close(write)
-
-
-def manifests(count, **changes):
-    base = {
-        "run_id": "r", "parent": None, "updates": 0, "samples": 0, "tokens": 0, "time": 0.0,
-        "world_size": 1, "mesh": {}, "must_match": {}, "fingerprint": "", "environment": {},
-        "metrics": {}, "best": None, "milestone": False, "commit_method": "rename", "files": (),
-        "tensors": (), "plain": {},
-    }  # fmt: skip
-    from keepstep.store import Manifest
-
-    found = []
-    for n in range(1, count + 1):
-        mine = {name: value(n) for name, value in changes.items()}
-        found.append(Manifest(**{**base, "sequence": n, "step": n * 10, **mine}))
-    return found
-
-
-def kept(found, policy, **more):
-    return [s for s, why in reasons_to_keep(found, policy, **more).items() if why]
-
-
-def test_retention_goes_by_the_order_of_commits_and_not_by_step():
-    rewound = manifests(4, step=lambda n: {1: 100, 2: 200, 3: 50, 4: 60}[n])
-    assert kept(rewound, Retention(keep_last_n=2)) == [3, 4]
-
-
-def test_retention_keeps_what_has_a_role():
-    found = manifests(10, milestone=lambda n: n in (2, 3))
-    assert kept(found, Retention(keep_last_n=1)) == [2, 3, 10]
-    assert kept(found, Retention(keep_last_n=1, keep_every=50)) == [2, 3, 5, 10]
-    assert kept(found, Retention(keep_last_n=1), best=7, protected=[4]) == [2, 3, 4, 7, 10]
-    assert kept(found, Retention(keep_last_n=0)) == list(range(1, 11))
-    assert kept([], Retention()) == []
-    with pytest.raises(ValueError, match="negative"):
-        Retention(keep_last_n=-1)
-
-
-def test_retention_keeps_the_best_k():
-    from keepstep.store import Best
-
-    best = Best(metric="loss", mode="min", value=1.0, sequence=3, step=30)
-    found = manifests(5, metrics=lambda n: {"loss": abs(n - 3) + 1.0}, best=lambda n: best)
-    assert kept(found, Retention(keep_last_n=1, keep_best_n=3), best=3) == [2, 3, 4, 5]
-
-
-def test_every_field_of_a_manifest_is_guarded(tmp_path):
-    saved = save(tmp_path, {"w": torch.ones(3)})
-    path = saved.path / "manifest.json"
-    good = path.read_bytes()
-    assert to_bytes(read_manifest(saved.path)) == good
-    body = json.loads(good)
-    body.pop("digest")
-    for name in body:
-        for wrong in ("removed", "nonsense"):
-            bad = {**body}
-            if wrong == "removed":
-                bad.pop(name)
-            else:
-                bad[name] = {"nonsense": -1}
-            text = json.dumps(bad, sort_keys=True, separators=(",", ":"))
-            path.write_bytes(good.replace(good[: good.index(b',"digest"')], text[:-1].encode()))
-            with pytest.raises(CheckpointDamaged, match="own digest"):
-                read_manifest(saved.path)
-
-
-HOSTILE = {
-    "a path that leads out": lambda b: b["files"][0].update(name="../../secret"),
-    "another file's name": lambda b: b["files"][0].update(name="manifest.json"),
-    "an absurd size": lambda b: b["files"][0].update(size=1 << 60),
-    "an absurd shape": lambda b: b["tensors"][0].update(shape=[1 << 40, 1 << 40]),
-    "a gap": lambda b: b["tensors"][0]["pieces"][0].update(start=5000),
-    "another version": lambda b: b.update(format_version=99),
-    "a negative step": lambda b: b.update(step=-1),
-    "a header beyond the file": lambda b: b["files"][0].update(header_end=1 << 30),
-    "a reference to nothing": lambda b: b.update(plain={"w": {"$tensor": "nothing"}}),
-    "an unknown tag": lambda b: b.update(plain={"w": {"$class": "os.system"}}),
-    "an unknown type": lambda b: b["tensors"][0].update(dtype="PICKLE"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_manifest_with_a_right_digest_is_refused(tmp_path, name):
-    from keepstep.store.manifest import digest_of
-
-    saved = save(tmp_path, {"w": torch.ones(3)})
-    path = saved.path / "manifest.json"
-    body = json.loads(path.read_bytes())
-    body.pop("digest")
-    HOSTILE[name](body)
-    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    path.write_bytes(text[:-1] + b',"digest":"' + digest_of(text).encode() + b'"}\n')
-    with pytest.raises(CheckpointDamaged):
-        load_state(saved.path)
-
-
-def test_a_manifest_survives_its_own_text(tmp_path):
-    saved = save(tmp_path, {"w": torch.ones(3)}, metrics={"a": math.nan, "b": 0.1})
-    text = (saved.path / "manifest.json").read_bytes()
-    found = from_bytes(text)
-    assert math.isnan(found.metrics["a"])
-    assert dataclasses.replace(found, metrics={}) == dataclasses.replace(saved.manifest, metrics={})
 
 
 def test_every_flipped_byte_of_a_checkpoint_is_found(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from keepstep.errors import DataError
+from keepstep.tasks.language import task as task_module
 from keepstep.tasks.language.tokens import open_tokens
 from tests.helpers.command import environment
 from tests.helpers.language import VOCAB_SIZE, make_task, make_tokens
@@ -110,16 +111,27 @@ def test_no_held_out_sample_is_refused(tmp_path):
         make_task(make_tokens(tmp_path / "tokens", valid=8))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_token_beyond_the_vocabulary_is_a_plain_message_not_a_workers_traceback(
-    tmp_path, workers
-):
-    folder = make_tokens(tmp_path / "tokens")
+def with_a_token_beyond_the_vocabulary(folder: Path) -> Path:
+    make_tokens(folder)
     about = json.loads((folder / "tokens.json").read_text())
     about["vocab_size"] = 40
     (folder / "tokens.json").write_text(json.dumps(about))
-    with pytest.raises(DataError, match=r"beyond the vocabulary of 40") as caught:
-        take(make_task(folder, workers=workers), 0, 5)
+    return folder
+
+
+def test_a_token_beyond_the_vocabulary_is_found_before_anything_starts(tmp_path):
+    with pytest.raises(DataError, match=r"'train'.* beyond the vocabulary of 40"):
+        make_task(with_a_token_beyond_the_vocabulary(tmp_path / "t"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_in_a_large_file_it_is_a_plain_message_all_the_same_not_a_workers_traceback(
+    tmp_path, workers, monkeypatch
+):
+    monkeypatch.setattr(task_module, "_TOKENS_TO_CHECK_AT_START", 0)
+    task = make_task(with_a_token_beyond_the_vocabulary(tmp_path / "t"), workers=workers)
+    with pytest.raises(DataError, match=r"'train'.* beyond the vocabulary of 40") as caught:
+        take(task, 0, 5)
     assert "Traceback" not in str(caught.value)
     assert caught.value.hint
 

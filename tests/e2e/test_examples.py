@@ -1,0 +1,66 @@
+"""The examples and the commands of the documentation, run as they stand."""
+
+import re
+import subprocess
+import sys
+
+from keepstep.store import list_checkpoints, verify
+from tests.helpers.command import ROOT, environment, keepstep
+
+
+def test_the_plain_loop_survives_a_kill_and_ends_where_an_untouched_one_ends(tmp_path):
+    code = (ROOT / "examples/plain_loop.py").read_text()
+    zero = "        optimizer.zero_grad()"
+    kill = "        if step == 57: os.kill(os.getpid(), signal.SIGKILL)\n"
+    killed = "import os, signal\n" + code.replace(zero, kill + zero)
+
+    def run(text, folder):
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", text]
+        return subprocess.run(command, cwd=folder, env=environment()).returncode
+
+    assert run(killed, tmp_path / "a") == -9
+    assert [e.step for e in list_checkpoints(tmp_path / "a/runs/plain-loop")] == [30, 40, 50]
+    assert run(code, tmp_path / "a") == 0
+    assert run(code, tmp_path / "b") == 0
+    one, other = (list_checkpoints(tmp_path / n / "runs/plain-loop")[-1] for n in "ab")
+    assert verify(one) == []
+    assert one.step == 100
+    assert one.manifest.content_digest() == other.manifest.content_digest()
+
+
+def test_ten_steps_of_the_debug_config_leave_exactly_one_checkpoint(tmp_path):
+    done = keepstep(
+        "train",
+        ROOT / "configs/language/debug.toml",
+        "--train.max_steps=10",
+        "--checkpoint.interval=1000",
+        f"--checkpoint.dir={tmp_path}",
+        "--data.megabytes=1",
+    )
+    assert done.returncode == 0, done.stdout
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [10]
+    assert (tmp_path / "latest").resolve().name == "step_10"
+
+
+def test_every_keepstep_command_in_the_documentation_is_one_that_parses():
+    """Each is asked for its help: the words must exist, as must the flags of `train`."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    commands = set()
+    for page in pages:
+        for block in re.findall(r"```(?:console|bash)?\n(.*?)```", page.read_text(), re.S):
+            commands |= set(re.findall(r"^\$? ?keepstep ([^#\n]+)", block, re.M))
+    assert len(commands) > 8
+    seen = set()
+    for command in sorted(commands):
+        words = command.split()
+        if words[0] == "train":
+            flags = [word for word in words[2:] if word.startswith("--")]
+            done = keepstep("config", "check", ROOT / words[1], *flags, cwd=ROOT)
+        else:
+            name = tuple(words[:2])
+            if name in seen:
+                continue
+            seen.add(name)
+            done = keepstep(*name, "--help", cwd=ROOT)
+        assert done.returncode == 0, f"{command}: {done.stdout}"
