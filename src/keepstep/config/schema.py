@@ -71,7 +71,7 @@ class OptimizerConfig:
     rate: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.1
-    """Decoupled weight decay for matrices; vectors (norms, biases) are not decayed."""
+    """Weight decay of matrices, decoupled (sgd adds it to the gradient); vectors have none."""
     beta1: float = 0.9
     """AdamW: decay of the first moment."""
     beta2: float = 0.95

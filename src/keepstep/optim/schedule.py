@@ -86,16 +86,11 @@ def damped_restarts(progress: Progress, *, cycles: int, damping: float, floor: f
     cycle = min(math.floor(cycles * progress), cycles - 1)
     within = cycles * progress - cycle
     peak = damping**cycle
-    if within >= 1:
-        return floor
     return floor + (peak - floor) * (1 + math.cos(math.pi * within)) / 2
 
 
 def _decay(shape: str, progress: Progress, floor: float) -> float:
-    """Return the factor on the way from 1 to the floor."""
-    if progress >= 1:
-        # Exactly, without the rounding that 1 - (1 - floor) has.
-        return floor
+    """Return the factor on the way from 1 to the floor, which progress 1 gives exactly."""
     match shape:
         case "linear":
             height = float(1 - progress)

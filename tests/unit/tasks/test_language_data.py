@@ -162,29 +162,42 @@ def test_a_worker_ignores_the_signals_that_stop_a_run_and_holds_none_back(source
     assert not stopping & signals_of(os.getpid(), "SigBlk")
 
 
-KILLED = """
+BEGIN = """
 import os, pathlib, signal, sys
 from tests.helpers.language import make_task
 from tests.unit.tasks.test_language_data import worker_of
-batches = make_task(pathlib.Path(sys.argv[1]), workers=1).batches(0)
+batches = make_task(pathlib.Path(sys.argv[1]), workers=2).batches(0)
 next(batches)
-os.kill(worker_of(os.getpid()), signal.SIGKILL)
-for _ in range(50):
-    next(batches)
 """
 
 
-def test_a_worker_that_is_killed_is_an_error_and_no_hang(source):
-    # In a process of its own: the error is raised by a signal, wherever the code then is.
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(source)],
+def run_to_its_end(code: str, source: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own; one that hangs at its exit fails the test."""
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + code, str(source)],
         capture_output=True,
         env=environment(),
         text=True,
         timeout=60,
     )
+
+
+def test_a_worker_that_is_killed_is_an_error_and_no_hang_though_the_other_one_lives(source):
+    # In a process of its own: the error is raised by a signal, wherever the code then is.
+    kill = "os.kill(worker_of(os.getpid()), signal.SIGKILL)"
+    done = run_to_its_end(f"{kill}\nfor _ in range(50): next(batches)", source)
     assert done.returncode == 1
     assert "is killed by signal: Killed" in done.stderr
+
+
+def test_workers_end_with_a_process_that_never_closed_its_batches(source):
+    done = run_to_its_end("print('the end')", source)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def test_a_worker_that_hears_nothing_any_more_does_not_hold_up_the_end(source):
+    done = run_to_its_end("os.kill(worker_of(os.getpid()), signal.SIGSTOP)", source)
+    assert done.returncode == 0
 
 
 ORPHAN = """

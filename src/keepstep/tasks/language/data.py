@@ -5,6 +5,7 @@ before, or on how the batch is split; each sample comes exactly once an epoch. W
 the signals that stop a run (the run hears them), and do not outlive it.
 """
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -12,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,10 +98,19 @@ def iterate_batches(
     )
     with _signals_held_back():
         batches = iter(loader)
-    for samples in batches:
-        if isinstance(samples, DataError):
-            raise samples
-        yield samples
+    end = partial(_end_workers, batches)
+    # Also where nobody closes this generator: what leaves Python asks workers to end with the
+    # SIGTERM that ours ignore, and then waits for them without end.
+    atexit.register(end)
+    try:
+        for samples in batches:
+            if isinstance(samples, DataError):
+                raise samples
+            yield samples
+    finally:
+        # Not left to the collector: an error's traceback would keep the workers until the exit.
+        atexit.unregister(end)
+        end()
 
 
 class _Counting:
@@ -121,6 +132,18 @@ def _signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_workers(batches: Any) -> None:
+    """End the workers of a loader's iterator: by asking, and by force where they do not hear."""
+    if not hasattr(batches, "_shutdown_workers"):
+        return
+    # The loader has no public way: it counts on the collector, and on SIGTERM.
+    batches._shutdown_workers()
+    for worker in batches._workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
 
 
 def _begin_worker(worker: int, *, run: int) -> None:
