@@ -196,3 +196,22 @@ def test_a_saved_state_that_was_loaded_is_not_shared():
     state = optimizer.state_dict()["adamw"]["state"]["hidden.weight"]
     assert state["step"].item() == 2
     assert fresh.state_dict()["adamw"]["state"]["hidden.weight"]["step"].item() == 3
+
+
+def test_one_update_changes_every_parameter_that_has_a_gradient():
+    for name in ("adamw", "sgd", "muon"):
+        model = Model()
+        before = {key: p.detach().clone() for key, p in model.named_parameters()}
+        advance(model, build_optimizer(OptimizerConfig(name=name), model), 1)
+        same = {key for key, p in model.named_parameters() if torch.equal(before[key], p)}
+        assert same == {"unused.weight", "unused.bias", "frozen"}, name
+
+
+def test_other_groups_of_the_same_parameters_are_told():
+    model = Model()
+    saved = build_optimizer(OptimizerConfig(), model).state_dict()
+    groups = saved["adamw"]["groups"]
+    together = {**groups[0], "parameters": groups[0]["parameters"] + groups[1]["parameters"]}
+    saved["adamw"]["groups"] = [together]
+    changes = build_optimizer(OptimizerConfig(), model).load_state_dict(saved)
+    assert changes == ["adamw: 1 groups of parameters -> 2"]
