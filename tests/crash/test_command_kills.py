@@ -199,7 +199,6 @@ def test_three_kills_within_one_epoch_and_kills_on_its_boundary(config, tmp_path
     done = keepstep("train", config, f"--checkpoint.dir={run}", *flags)
     assert done.returncode == 0, done.stdout
     assert "nothing to do" in done.stdout
-    assert digests(run, 20)["plain"] != []
     assert losses(run) == losses(reference)
     assert {k: v for k, v in digests(run, 20).items() if k != "plain"} == {
         k: v for k, v in digests(reference, 20).items() if k != "plain"

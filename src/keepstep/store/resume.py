@@ -64,6 +64,25 @@ def choose(
     return *whole, tuple(skipped)
 
 
+def check_one_run(found: Sequence[Checkpoint], *, folder: Path) -> None:
+    """Raise OtherRun where the folder mixes checkpoints of several runs.
+
+    Two runs of one config are still two runs: rates may differ, and a copied checkpoint would be
+    taken for this run's newest.
+    """
+    runs = {entry.manifest.run_id for entry in found if entry.manifest is not None}
+    if len(runs) > 1:
+        whose = "\n".join(
+            f"  {entry.name}: run {entry.manifest.run_id}"
+            for entry in found
+            if entry.manifest is not None
+        )
+        raise OtherRun(
+            f"{folder} holds checkpoints of {len(runs)} runs:\n{whose}",
+            hint="Nothing was changed. Move those of the other run away.",
+        )
+
+
 def check_identity(
     manifest: Manifest, must_match: Mapping[str, Any] | None, *, folder: Path
 ) -> None:

@@ -30,7 +30,7 @@ from keepstep.store.disk import Disk
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Manifest, fingerprint_of
-from keepstep.store.resume import Restored, check_identity, choose
+from keepstep.store.resume import Restored, check_identity, check_one_run, choose
 from keepstep.store.retention import Retention, reasons_to_keep
 from keepstep.store.sweep import sweep
 
@@ -160,6 +160,7 @@ class Store:
             )
         chosen = choose(found, step=choice if isinstance(choice, int) else None)
         manifest, state, skipped = chosen
+        check_one_run(found, folder=self.folder)
         check_identity(manifest, must_match, folder=self.folder)
         self.run_id = manifest.run_id
         self.newest = manifest

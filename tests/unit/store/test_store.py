@@ -186,6 +186,15 @@ def test_another_identity_is_refused_with_the_difference_before_anything_moves(t
     assert "same: " not in str(error.value)
 
 
+def test_a_checkpoint_of_another_run_of_the_same_config_is_refused(tmp_path):
+    save(tmp_path / "mine", {"w": torch.ones(1)}, step=1, must_match={"seed": 1})
+    other = save(tmp_path / "other", {"w": torch.zeros(1)}, step=3, must_match={"seed": 1})
+    other.path.rename(tmp_path / "mine" / "step_3")
+    with Store(tmp_path / "mine") as store, pytest.raises(OtherRun, match="of 2 runs"):
+        store.restore(must_match={"seed": 1})
+    assert [entry.step for entry in list_checkpoints(tmp_path / "mine")] == [1, 3]
+
+
 def test_the_best_is_never_nan_never_worse_and_a_tie_keeps_the_older(tmp_path):
     values = [3.0, math.nan, 2.0, 2.0, math.inf, 2.5, -math.inf]
     with Store(tmp_path, keep_last_n=0, best_metric="loss") as store:
