@@ -89,8 +89,8 @@ def throughput(place: Path, *, pairs: int, steps: int) -> None:
         train(
             run,
             f"--train.max_steps={steps}",
-            "--evaluation.at_end=false",
-            "--evaluation.interval=0",
+            *ADAMW,
+            *NO_EVALUATION,
         )
         ours = step_times(run)
         ratios.append(plain / (ours[-1] - ours[WARM_UP_STEPS]))

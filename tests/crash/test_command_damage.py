@@ -109,13 +109,53 @@ def test_another_configs_folder_is_refused_with_the_difference(
 ):
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+    # What a dead session left is the other run's too: it is not swept by one that is refused.
+    leftover = run / ".staging-11-0123456789abcdef"
+    leftover.mkdir()
+    (leftover / DATA).write_bytes(b"half")
+    before = contents(run)
     done = keepstep("train", config, f"--checkpoint.dir={run}", flag)
     assert done.returncode == 2, done.stdout
     assert f"{name}: saved " in done.stdout
     assert ", now " in done.stdout
-    after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
-    assert after == before
+    assert contents(run) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+def test_checkpoints_of_another_run_with_the_same_config_are_refused(config, untouched, tmp_path):
+    run = tmp_path / "run"
+    done = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=3")
+    assert done.returncode == 0, done.stdout
+    shutil.rmtree(run / "step_3")
+    shutil.copytree(untouched / "step_9", run / "step_9")
+    before = contents(run)
+    refused = keepstep("train", config, f"--checkpoint.dir={run}")
+    assert refused.returncode == 2, refused.stdout
+    assert "holds checkpoints of another run" in refused.stdout
+    assert contents(run) == before
+    # In a folder of their own they continue.
+    new = tmp_path / "new"
+    new.mkdir()
+    shutil.copytree(untouched / "step_9", new / "step_9")
+    assert keepstep("train", config, f"--checkpoint.dir={new}").returncode == 0
+    assert digests(new, 10) == digests(untouched, 10)
+
+
+def test_checkpoints_that_were_all_removed_let_the_run_start_anew(config, untouched, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(untouched, run, symlinks=True)
+    for step in steps(run):
+        shutil.rmtree(run / f"step_{step}")
+    words = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0")
+    first = keepstep(*words, "--train.max_steps=4")
+    assert "no checkpoint here: starting at step 0" in first.stdout
+    again = keepstep(*words)
+    assert again.returncode == 0, again.stdout
+    assert "from step_4 (verified)" in again.stdout
+    assert steps(run)[-1] == 10
 
 
 def test_other_data_under_the_same_name_are_refused(config, untouched, tmp_path):
@@ -143,6 +183,16 @@ def test_what_changes_on_purpose_takes_effect_and_is_journaled(config, untouched
     assert "adamw.weight_decay: 0.1 -> 0.05" in told
     assert "adamw.peak_rate: 0.01 -> 0.002" in told
     assert steps(run)[-1] == 13
+    # The weights moved by the new rate and the new decay, from the first resumed update on: as in
+    # a run of which only the one differs, they differ from what they would be.
+    moved = digests(run, 13)
+    for flag in ("--optimizer.rate=1e-2", "--optimizer.weight_decay=0.1"):
+        other = tmp_path / flag
+        shutil.copytree(untouched, other, symlinks=True)
+        words = ("train", config, f"--checkpoint.dir={other}", *flags, *constant, flag)
+        assert keepstep(*words).returncode == 0
+        weights = "model.model.layers.0.mlp.up_proj.weight"
+        assert digests(other, 13)[weights] != moved[weights]
 
 
 def test_going_back_to_a_step_is_done_once_and_the_same_command_then_continues(

@@ -16,6 +16,7 @@ from tests.helpers.command import (
     outcome,
     steps,
 )
+from tests.helpers.crash import SHORT, assert_same_as, operations_of_a_save
 
 STAGED = ".staging-6"
 
@@ -31,8 +32,6 @@ def run_words(config: Path, run: Path, *more: str) -> tuple:
 def test_an_error_in_a_save_that_comes_once_is_survived_by_the_retry(
     config, untouched, tmp_path, operation, error
 ):
-    if (operation, error) == ("close", "ENOSPC"):
-        operation = "rename"
     spec = injecting(at=1, action=error, only=f"{operation} {tmp_path}/{STAGED}")
     if operation == "rename":
         spec = injecting(at=1, action=error, only=f"rename {tmp_path}/step_6")
@@ -42,6 +41,42 @@ def test_an_error_in_a_save_that_comes_once_is_survived_by_the_retry(
     assert digests(tmp_path, 10) == digests(untouched, 10)
     assert digests(tmp_path, 6) == digests(untouched, 6)
     assert losses(tmp_path) == losses(untouched)
+
+
+PARTS = 3
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.timeout(600)
+def test_an_error_at_any_file_operation_around_a_save_loses_nothing(
+    config, operations, short_reference, tmp_path, part
+):
+    """Data, manifest, commit, links, the delete of an older one, the journal.
+
+    A save is tried again, tidying up is put off, and a journal that cannot be written ends the
+    run, which the same command continues.
+    """
+    numbers = operations_of_a_save(operations, 6)
+    seen = {operations[number - 1].split()[1] for number in numbers}
+    assert {"symlink", "unlink", "remove_folder", "write", "rename"} <= seen, operations
+    for number in numbers[part::PARTS]:
+        run, what = tmp_path / str(number), operations[number - 1]
+        words = ("train", config, f"--checkpoint.dir={run}", *SHORT)
+        done = keepstep(*words, extra=injecting(at=number, action="EIO"))
+        assert "Traceback" not in done.stdout, what
+        if what.endswith("journal.jsonl"):
+            assert done.returncode == 1, f"{what}: {done.stdout}"
+            assert "the journal" in done.stdout
+        else:
+            assert done.returncode == 0, f"{what}: {done.stdout}"
+            told = ("attempt 1 to save failed", "tidying up failed")
+            assert any(words in done.stdout for words in told), f"{what}: {done.stdout}"
+        assert keepstep("ckpt", "verify", run).returncode == 0, what
+        again = keepstep(*words)
+        assert again.returncode == 0, f"{what}: {again.stdout}"
+        assert_same_as(run, short_reference)
+        leftovers = [path.name for path in run.iterdir() if path.name.startswith(".")]
+        assert not leftovers, what
 
 
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])

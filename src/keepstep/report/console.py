@@ -6,6 +6,7 @@ console falls silent and the journal, which holds every number, says so.
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from keepstep.run.run import Run
 
 _WORD_WIDTH = 9
+_STEPS_OF_THE_RATE = 100
+"""The speed shown is that of the last so many steps: a stall or the start do not stay in it."""
 _WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "store", "config", "hooks"})
 
 
@@ -29,7 +32,8 @@ class Console:
         self._lost = False
         self._bar: Progress | None = None
         self._bar_task: TaskID | None = None
-        self._first: tuple[float, int, int] | None = None
+        # Of each recent step: when it ended, its number, the tokens up to it.
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=_STEPS_OF_THE_RATE + 1)
 
     def on_run_start(self, run: "Run") -> None:
         """Say what is about to be trained."""
@@ -43,13 +47,14 @@ class Console:
             f" · {run.group.description} on {run.device.type} · {run.folder}",
         )
         counters = run.position.counters
-        self._first = (time.monotonic(), counters.step, counters.tokens)
+        self._recent.append((time.monotonic(), counters.step, counters.tokens))
         if not self._quiet and self._stream.isatty():
             self._start_bar(run, counters.step)
 
     def on_step_end(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> None:
         """Show the numbers of a step, every `train.log_interval` steps and at the last one."""
         assert run.position is not None, "a step has a state"
+        self._recent.append((time.monotonic(), step, metrics["tokens"]))
         config = run.config.train
         if metrics["skipped"]:
             self._line(
@@ -85,9 +90,8 @@ class Console:
         self._print(run, last_line(outcome, run.store.folder))
 
     def _numbers(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> str:
-        assert self._first is not None, "the start was told"
-        since, first_step, first_tokens = self._first
-        seconds = max(time.monotonic() - since, 1e-9)
+        since, first_step, first_tokens = self._recent[0]
+        seconds = max(self._recent[-1][0] - since, 1e-9)
         rate = (metrics["tokens"] - first_tokens) / seconds
         left = (run.config.train.max_steps - step) * seconds / max(step - first_step, 1)
         saved = f"  saved {run.saved_step:,}" if run.saved_step is not None else ""

@@ -24,7 +24,7 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     run.identity.update({f"data.{name}": value for name, value in task.identity.items()})
     choice = _choice(run)
     run.environment[_ON_RESUME] = run.config.checkpoint.on_resume
-    restored = run.store.restore(choice, must_match=run.identity)
+    restored = run.store.restore(choice, must_match=run.identity, run_id=run.recorded_run_id)
     changes = _load(restored, state, run) if restored is not None else []
     counters = state.counters
     gone = run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed)

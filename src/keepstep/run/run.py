@@ -31,6 +31,7 @@ from keepstep.store import Saved, Store
 from keepstep.store.disk import Disk
 from keepstep.store.layout import JOURNAL_NAME, LOCK_NAME, OUTCOME_NAME, RUN_TOML_NAME
 from keepstep.store.lock import FolderLock
+from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
     "swept": "{name} was left by a session that died; removed",
@@ -64,6 +65,7 @@ class Run:
         self.schedule = build_schedule(config.schedule, config.train.max_steps)
         self.position: TrainingState | None = None
         self.begun = False
+        self.recorded_run_id: str | None = None
         self._ending_told = False
 
     def _make_store(self) -> Store:
@@ -98,10 +100,12 @@ class Run:
 
     def begin(self) -> None:
         """Make the folder this session's own: the identity is known to be right."""
+        for name in sweep(self.folder, self.disk):
+            self._on_store_event("swept", name=name)
         self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
+        self.begun = True
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
-        self.begun = True
 
     def save(self, state: TrainingState, *, metrics: dict[str, float]) -> Saved:
         """Commit the state as the checkpoint of its step; SaveFailed where that cannot be done."""
@@ -152,8 +156,23 @@ class Run:
             self.hooks.call("on_run_end", self, outcome)
         self._write_outcome(outcome.as_data())
 
+    def read_run_id(self) -> None:
+        """Learn which run the last session in this folder was, if there was one."""
+        path = self.folder / OUTCOME_NAME
+        if path.is_file():
+            try:
+                found = json.loads(path.read_bytes())
+            except ValueError as error:
+                # It is written atomically, so this is damage from outside; checkpoints decide.
+                self.notice("run", f"{path} is not JSON ({error}); it is written anew")
+                return
+            run_id = found.get("run_id") if isinstance(found, dict) else None
+            self.recorded_run_id = run_id if isinstance(run_id, str) else None
+
     def _write_outcome(self, data: dict[str, Any]) -> None:
-        text = json.dumps(data, indent=2) + "\n"
+        # Before the run has begun, the checkpoints here are not known to be this session's.
+        run_id = self.store.run_id if self.begun else self.recorded_run_id
+        text = json.dumps({**data, "run_id": run_id}, indent=2) + "\n"
         self.disk.replace_file(self.folder / OUTCOME_NAME, text.encode())
 
     def _on_store_event(self, event: str, **facts: Any) -> None:
@@ -179,6 +198,7 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
     run.disk.make_folders(run.folder)
     with run.lock, run.store:
         try:
+            run.read_run_id()
             yield run
         except BaseException as error:
             if run.begun or isinstance(error, CheckpointDamaged):

@@ -59,27 +59,32 @@ def choose(
         faults = "\n".join(f"  {item.name}: {item.fault}" for item in skipped)
         raise CheckpointDamaged(
             f"none of the checkpoints in {wanted[0].path.parent} is whole:\n{faults}",
-            hint="Nothing was changed. Mend or restore one of them, or start in a new folder.",
+            hint="No checkpoint was changed. Mend or restore one, or start in a new folder.",
         )
     return *whole, tuple(skipped)
 
 
-def check_one_run(found: Sequence[Checkpoint], *, folder: Path) -> None:
-    """Raise OtherRun where the folder mixes checkpoints of several runs.
+def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:
+    """Raise OtherRun where the folder mixes checkpoints of several runs, or holds another run's.
 
-    Two runs of one config are still two runs: rates may differ, and a copied checkpoint would be
-    taken for this run's newest.
+    ``run_id``: which run an earlier session in the run's folder was, if one is known. Two runs of
+    one config are still two runs: rates may differ, and a copied checkpoint would be taken for
+    this run's newest.
     """
     runs = {entry.manifest.run_id for entry in found if entry.manifest is not None}
-    if len(runs) > 1:
+    if run_id is not None and runs == {run_id}:
+        return
+    if len(runs) > 1 or run_id is not None:
         whose = "\n".join(
             f"  {entry.name}: run {entry.manifest.run_id}"
             for entry in found
             if entry.manifest is not None
         )
+        expected = f"; this is run {run_id}" if run_id is not None else ""
         raise OtherRun(
-            f"{folder} holds checkpoints of {len(runs)} runs:\n{whose}",
-            hint="Nothing was changed. Move those of the other run away.",
+            f"{folder} holds checkpoints of another run{expected}:\n{whose}",
+            hint="Nothing was changed. Move those of the other run away; to continue them in a"
+            " folder of their own, copy them into a new one.",
         )
 
 

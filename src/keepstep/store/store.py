@@ -101,18 +101,16 @@ class Store:
         return self._best.best
 
     def open(self) -> None:
-        """Hold the folder and sweep what a dead session left in it; Locked if it is in use."""
+        """Hold the folder; Locked if it is in use. Nothing in it is changed yet."""
         if self._open:
             return
         self._disk.make_folders(self.folder)
         if self._shared_lock is None:
             self._lock.acquire()
         self._open = True
-        for name in sweep(self.folder, self._disk):
-            self._on_event("swept", name=name)
+        self._ready_to_save = False
         found = list_checkpoints(self.folder, aside=True)
         self._next_sequence = 1 + max((c.manifest.sequence for c in found if c.manifest), default=0)
-        self._ready_to_save = not any(not entry.aside for entry in found)
 
     def close(self) -> None:
         """Let the folder go."""
@@ -139,19 +137,23 @@ class Store:
         choice: Literal["newest", "fresh"] | int = "newest",
         *,
         must_match: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
     ) -> Restored | None:
         """Return the state to continue from, every byte verified; None where nothing is there.
 
         A damaged checkpoint is passed over by name for the newest whole one. What is not on the
-        chosen one's line is moved to `aside/`: never deleted, never chosen. Raises
-        CheckpointDamaged where none is whole, OtherRun where `must_match` differs, NotFound for a
-        step that is not there, UsageError for "fresh" in a folder that holds checkpoints.
+        chosen one's line is moved to `aside/`: never deleted, never chosen. What a dead session
+        left is swept away, and all of that only when the folder is known to be this run's.
+        Raises CheckpointDamaged where none is whole, OtherRun where `must_match` or `run_id` (of
+        an earlier session, if known) differs, NotFound for a step that is not there, UsageError
+        for "fresh" in a folder that holds checkpoints.
         """
         self.open()
         found = list_checkpoints(self.folder)
         if not found:
             if isinstance(choice, int):
                 raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
+            self._make_ready_to_save()
             return None
         if choice == "fresh":
             raise UsageError(
@@ -160,8 +162,9 @@ class Store:
             )
         chosen = choose(found, step=choice if isinstance(choice, int) else None)
         manifest, state, skipped = chosen
-        check_one_run(found, folder=self.folder)
+        check_one_run(found, folder=self.folder, run_id=run_id)
         check_identity(manifest, must_match, folder=self.folder)
+        self._make_ready_to_save()
         self.run_id = manifest.run_id
         self.newest = manifest
         self._resumed_from = manifest.sequence
@@ -169,7 +172,6 @@ class Store:
         remaining = [c.manifest for c in list_checkpoints(self.folder) if c.manifest is not None]
         self._best.restore(manifest, remaining)
         self._point_links()
-        self._ready_to_save = True
         return Restored(
             path=self.folder / step_name(manifest.step),
             manifest=manifest,
@@ -201,10 +203,12 @@ class Store:
 
         self.open()
         if not self._ready_to_save:
-            raise UsageError(
-                f"{self.folder} holds checkpoints, and this session has not looked at them",
-                hint="Call restore() before the first save, or choose an empty folder.",
-            )
+            if list_checkpoints(self.folder):
+                raise UsageError(
+                    f"{self.folder} holds checkpoints, and this session has not looked at them",
+                    hint="Call restore() before the first save, or choose an empty folder.",
+                )
+            self._make_ready_to_save()
         started = time.monotonic()
         snapshot = take_apart(state)
         self._on_event("snapshot", step=step)
@@ -264,6 +268,13 @@ class Store:
     def drain(self, deadline_seconds: float) -> bool:
         """Finish what is being written; True if nothing is left. Synchronous saves leave none."""
         return deadline_seconds >= 0
+
+    def _make_ready_to_save(self) -> None:
+        """Sweep what a dead session left: from here on the folder is known to be this run's."""
+        if not self._ready_to_save:
+            for name in sweep(self.folder, self._disk):
+                self._on_event("swept", name=name)
+            self._ready_to_save = True
 
     def _commit_with_retries(self, snapshot: Any, facts: commit.Facts) -> tuple[Manifest, bool]:
         for attempt in range(self._save_retries + 1):

@@ -13,18 +13,20 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from keepstep.errors import DataError
+from keepstep.errors import DataError, KeepstepError
 from keepstep.state.data_position import sample_indices
 from keepstep.tasks.language.tokens import Tokens, check_vocabulary
 
 _RUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_WORKER_END_SECONDS = 5.0
 
 
 class Windows:
@@ -103,7 +105,8 @@ def iterate_batches(
     # SIGTERM that ours ignore, and then waits for them without end.
     atexit.register(end)
     try:
-        for samples in batches:
+        while True:
+            samples = _next_batch(batches)
             if isinstance(samples, DataError):
                 raise samples
             yield samples
@@ -111,6 +114,24 @@ def iterate_batches(
         # Not left to the collector: an error's traceback would keep the workers until the exit.
         atexit.unregister(end)
         end()
+
+
+def _next_batch(batches: Any) -> torch.Tensor | DataError:
+    """Return the next batch; where a worker has ended, say so, and not what the pipe said of it."""
+    try:
+        return next(batches)  # type: ignore[no-any-return]
+    except (RuntimeError, OSError) as error:
+        workers = getattr(batches, "_workers", [])
+        # The pipe breaks a moment before the kernel can say that the process is gone.
+        wait([worker.sentinel for worker in workers], timeout=_WORKER_END_SECONDS)
+        ended = [worker for worker in workers if not worker.is_alive()]
+        if not ended:
+            raise
+        raise KeepstepError(
+            f"a data worker (process {ended[0].pid}) ended with code {ended[0].exitcode}: {error}",
+            hint="A code of -9 means that it was killed, often for want of memory: use fewer"
+            " data.workers. Run the same command to continue.",
+        ) from error
 
 
 class _Counting:

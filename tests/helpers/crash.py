@@ -1,0 +1,40 @@
+"""A short run whose every file operation is known, to be killed or failed at each of them."""
+
+from pathlib import Path
+
+from tests.helpers.command import digests, events, injecting, keepstep, link, losses, steps
+
+SHORT = ("--checkpoint.interval=2", "--evaluation.interval=2", "--train.max_steps=6")
+
+
+def whole(run: Path) -> bool:
+    """Whether every checkpoint there is whole; without one, the verifier has to say so."""
+    done = keepstep("ckpt", "verify", run)
+    return done.returncode == (0 if steps(run) else 4)
+
+
+def assert_same_as(run: Path, reference: Path) -> None:
+    """Assert that a run ended as the untouched one did, in every bit that it tells."""
+    assert steps(run)[-1] == steps(reference)[-1]
+    last = steps(run)[-1]
+    assert digests(run, last) == digests(reference, last)
+    assert losses(run) == losses(reference)
+    assert link(run, "best") == link(reference, "best")
+    assert link(run, "latest") == f"step_{last}"
+    found = [(e["step"], e["metrics"]) for e in events(run, "evaluation")]
+    assert found == [(e["step"], e["metrics"]) for e in events(reference, "evaluation")]
+
+
+def logged_operations(log: Path, *words: object) -> list[str]:
+    """Run the command to its end; return its file operations in order, `number name path`."""
+    done = keepstep(*words, extra=injecting(log=str(log), at=0))
+    assert done.returncode == 0, done.stdout
+    return log.read_text().splitlines()
+
+
+def operations_of_a_save(operations: list[str], step: int) -> range:
+    """Return the numbers of all operations of a save, up to the journal's line that tells of it."""
+    first = next(n for n, line in enumerate(operations) if f"/.staging-{step}-" in line)
+    last = next(n for n, line in enumerate(operations[first:], first) if "remove_folder" in line)
+    # One more: the journal's line that tells of the save.
+    return range(first + 1, last + 4)
