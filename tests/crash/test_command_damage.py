@@ -241,3 +241,13 @@ def test_names_that_are_not_ours_are_never_touched(config, tmp_path):
         assert (run / name / "notes.txt").read_text() == "mine"
     assert not (run / ".staging-3-0123456789abcdef").exists()
     assert ".staging-3-0123456789abcdef was left by a session that died" in done.stdout
+
+
+def test_a_runs_folder_is_no_place_for_the_checkpoints_of_the_same_run(config, tmp_path):
+    run = tmp_path / "run"
+    first = keepstep("train", config, f"--run.dir={run}", "--train.max_steps=3")
+    assert first.returncode == 0, first.stdout
+    done = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=4")
+    assert done.returncode == 2, done.stdout
+    assert f"Use --run.dir={run} to continue that run" in done.stdout
+    assert [path.name for path in run.glob("**/step_*")] == ["step_3"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from keepstep.run.environment import differences
 from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
-from keepstep.store import Restored, list_checkpoints
+from keepstep.store import Restored
+from keepstep.store.catalog import checkpoints_in
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
@@ -39,7 +40,7 @@ def _choice(run: Run) -> Literal["newest", "fresh"] | int:
     wish = run.config.checkpoint.on_resume
     if wish == "newest":
         return "newest"
-    whole = [entry.manifest for entry in list_checkpoints(run.store.folder) if entry.manifest]
+    whole = [entry.manifest for entry in checkpoints_in(run.store.folder) if entry.manifest]
     if whole and max(whole, key=lambda m: m.sequence).environment.get(_ON_RESUME) == wish:
         return "newest"
     return "fresh" if wish == "fresh" else int(wish)

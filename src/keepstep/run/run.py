@@ -18,7 +18,7 @@ from keepstep.config.quantities import bytes_text
 from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, run_folder
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
-from keepstep.errors import CheckpointDamaged, KeepstepError
+from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
@@ -28,8 +28,15 @@ from keepstep.run.policy import SaveDue
 from keepstep.run.stop import StopRequests
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Saved, Store
+from keepstep.store.catalog import checkpoints_in
 from keepstep.store.disk import Disk
-from keepstep.store.layout import JOURNAL_NAME, LOCK_NAME, OUTCOME_NAME, RUN_TOML_NAME
+from keepstep.store.layout import (
+    CHECKPOINTS_NAME,
+    JOURNAL_NAME,
+    LOCK_NAME,
+    OUTCOME_NAME,
+    RUN_TOML_NAME,
+)
 from keepstep.store.lock import FolderLock
 from keepstep.store.sweep import sweep
 
@@ -195,6 +202,7 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
     if config.train.deterministic:
         make_deterministic()
     run = Run(config, stop=stop, group=group, hooks=hooks)
+    _require_one_place(run)
     run.disk.make_folders(run.folder)
     with run.lock, run.store:
         try:
@@ -206,6 +214,19 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
             raise
         finally:
             run.journal.close()
+
+
+def _require_one_place(run: Run) -> None:
+    """Refuse a `checkpoint.dir` that is the folder of a run whose checkpoints stand further in.
+
+    Its newest checkpoint would be ignored, and one run would be split into two.
+    """
+    inner = run.folder / CHECKPOINTS_NAME
+    if run.store.folder == run.folder and checkpoints_in(inner):
+        raise UsageError(
+            f"checkpoint.dir: {run.folder} is a run's folder; its checkpoints are in {inner}",
+            hint=f"Use --run.dir={run.folder} to continue that run, or another folder.",
+        )
 
 
 def _close_after(error: BaseException, run: Run) -> None:

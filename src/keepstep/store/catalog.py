@@ -35,7 +35,14 @@ def list_checkpoints(folder: Path | str, *, aside: bool = False) -> list[Checkpo
 
     ``aside``: also those that were set aside, behind the others.
     """
-    place = find_checkpoints_folder(Path(folder))
+    return checkpoints_in(find_checkpoints_folder(Path(folder)), aside=aside)
+
+
+def checkpoints_in(place: Path, *, aside: bool = False) -> list[Checkpoint]:
+    """Return the checkpoints that stand in this very folder; see `list_checkpoints`.
+
+    What writes must read here: a search for the folder could find one place and fill another.
+    """
     found = _in_folder(place, aside=False)
     if aside:
         found += _in_folder(place / ASIDE_NAME, aside=True)

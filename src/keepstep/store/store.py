@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
 from keepstep.store import commit
 from keepstep.store.best import BestSoFar
-from keepstep.store.catalog import Checkpoint, list_checkpoints, look_at
+from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.disk import Disk
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.lock import FolderLock
@@ -109,7 +109,7 @@ class Store:
             self._lock.acquire()
         self._open = True
         self._ready_to_save = False
-        found = list_checkpoints(self.folder, aside=True)
+        found = checkpoints_in(self.folder, aside=True)
         self._next_sequence = 1 + max((c.manifest.sequence for c in found if c.manifest), default=0)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Store:
         for "fresh" in a folder that holds checkpoints.
         """
         self.open()
-        found = list_checkpoints(self.folder)
+        found = checkpoints_in(self.folder)
         if not found:
             if isinstance(choice, int):
                 raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
@@ -169,7 +169,7 @@ class Store:
         self.newest = manifest
         self._resumed_from = manifest.sequence
         set_aside = self._set_aside_others(found, manifest)
-        remaining = [c.manifest for c in list_checkpoints(self.folder) if c.manifest is not None]
+        remaining = [c.manifest for c in checkpoints_in(self.folder) if c.manifest is not None]
         self._best.restore(manifest, remaining)
         self._point_links()
         return Restored(
@@ -203,7 +203,7 @@ class Store:
 
         self.open()
         if not self._ready_to_save:
-            if list_checkpoints(self.folder):
+            if checkpoints_in(self.folder):
                 raise UsageError(
                     f"{self.folder} holds checkpoints, and this session has not looked at them",
                     hint="Call restore() before the first save, or choose an empty folder.",
@@ -337,7 +337,7 @@ class Store:
     def _retain(self) -> None:
         entries = {
             entry.manifest.sequence: entry
-            for entry in list_checkpoints(self.folder)
+            for entry in checkpoints_in(self.folder)
             if entry.manifest is not None
         }
         reasons = reasons_to_keep(
