@@ -7,11 +7,13 @@ recorded in every checkpoint that follows from it.
 
 from typing import TYPE_CHECKING, Literal
 
+from keepstep.run.changes import config_changes
 from keepstep.run.environment import differences
 from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
 from keepstep.store.catalog import checkpoints_in
+from keepstep.store.layout import RUN_TOML_NAME
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
@@ -26,13 +28,12 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     choice = _choice(run)
     run.environment[_ON_RESUME] = run.config.checkpoint.on_resume
     restored = run.store.restore(choice, must_match=run.identity, run_id=run.recorded_run_id)
-    changes = _load(restored, state, run) if restored is not None else []
+    optimizer, changes = _load(restored, state, run) if restored is not None else ([], [])
     counters = state.counters
     gone = run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed)
+    _tell_changes(run, optimizer=optimizer, environment=changes)
     run.begin()
     _tell(restored, run, taken_back=gone)
-    for change in changes:
-        run.notice("config", f"changed since the checkpoint: {change}")
 
 
 def _choice(run: Run) -> Literal["newest", "fresh"] | int:
@@ -46,14 +47,36 @@ def _choice(run: Run) -> Literal["newest", "fresh"] | int:
     return "fresh" if wish == "fresh" else int(wish)
 
 
-def _load(restored: Restored, state: TrainingState, run: Run) -> list[str]:
+def _load(restored: Restored, state: TrainingState, run: Run) -> tuple[list[str], list[str]]:
+    """Take the saved state; return what changed since: in the optimizer, in the environment."""
     saved = restored.state
-    changes = state.load(saved)
+    optimizer = state.load(saved)
     orphans = run.hooks.load(saved["hooks"])
     run.saved_step = restored.manifest.step
     for name in orphans:
         run.notice("hooks", f"{name} is not configured any more; its saved state is left out")
-    return changes + differences(dict(restored.manifest.environment), run.environment)
+    before = dict(restored.manifest.environment)
+    # A wish is in the environment so that it is granted once; the config's change tells of it.
+    before.pop(_ON_RESUME, None)
+    return optimizer, differences(before, run.environment)
+
+
+def _tell_changes(run: Run, *, optimizer: list[str], environment: list[str]) -> None:
+    """Tell what is another than before, and make it durable.
+
+    This comes before the run's record of its config is overwritten: a kill in between would leave
+    no trace of what the config was.
+    """
+    since_session = config_changes(run.folder / RUN_TOML_NAME, run.config)
+    for change in since_session:
+        run.notice("config", f"changed since the last session: {change}")
+    if since_session:
+        run.journal.sync()
+    # What the optimizer sees follows from the config. It adds something where no field says it:
+    # the checkpoint is older than the last session, say, or the record is gone.
+    explained = any(change.startswith("optimizer.") for change in since_session)
+    for change in [*([] if explained else optimizer), *environment]:
+        run.notice("config", f"changed since the checkpoint: {change}")
 
 
 def _tell(restored: Restored | None, run: Run, *, taken_back: int) -> None:
@@ -61,6 +84,13 @@ def _tell(restored: Restored | None, run: Run, *, taken_back: int) -> None:
         run.notice("start", "no checkpoint here: starting at step 0")
         return
     step = restored.manifest.step
+    wish = run.config.checkpoint.on_resume
+    if wish == restored.manifest.environment.get(_ON_RESUME) and wish.isdecimal():
+        run.notice(
+            "resume",
+            f"the way back to step {int(wish):,} was taken in an earlier session; to take it once"
+            f" more, write --checkpoint.on_resume=0{wish}",
+        )
     run.journal.write(
         "resumed",
         step=step,
