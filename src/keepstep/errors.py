@@ -6,7 +6,7 @@
     │   ├── DataError        2   the training data cannot be used as they are
     │   └── OtherRun         2   the folder belongs to another run or to another config
     ├── CheckpointDamaged    3   a checkpoint, or all of them, is not whole
-    ├── NotFound             4   there is no such run, checkpoint or file
+    ├── NotFound             4   there is no such run or checkpoint
     ├── Locked               5   another live session holds the folder
     ├── Diverged             6   losses or gradients stopped being finite
     ├── Unhealthy            7   a collective failed or a peer is gone
@@ -63,7 +63,7 @@ class CheckpointDamaged(KeepstepError):
 
 
 class NotFound(KeepstepError):
-    """There is no such run, checkpoint or file."""
+    """There is no such run or checkpoint."""
 
     exit_code = 4
 

@@ -1,6 +1,7 @@
 """`keepstep language prepare|generate`, through the installed command."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from keepstep.tasks.language.tokens import open_tokens
 from tests.helpers.command import ROOT, keepstep, link
+from tests.helpers.tiny import prepared_data
 
 TEXT = ROOT / "LICENSE"
 
@@ -34,11 +36,12 @@ def test_prepare_makes_a_folder_and_says_what_is_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("nowhere.txt", "-o", "{new}"), 4, "no text file nowhere.txt"),
+        (("nowhere.txt", "-o", "{new}"), 2, "no text file nowhere.txt"),
         ((TEXT, "-o", "{there}"), 2, "is there already"),
         ((TEXT, "-o", "{new}", "--valid-share", "1"), 2, "between 0 and 1"),
         ((TEXT, "-o", "{new}", "--vocab-size", "10"), 2, "at least 257"),
-        ((TEXT, "-o", "{new}", "--tokenizer", "{there}"), 4, "no tokenizer"),
+        ((TEXT, "-o", "{new}", "--vocab-size", 10**30), 2, "--vocab-size must be from 257"),
+        ((TEXT, "-o", "{new}", "--tokenizer", "{there}"), 2, "no tokenizer"),
         (("-o", "{new}"), 2, ""),
     ],
 )
@@ -83,8 +86,15 @@ def test_without_json_the_text_alone_is_printed(untouched):
     ("flags", "code", "said"),
     [
         (("--prompt", ""), 2, "prompt is empty"),
-        (("--prompt", "x", "--max-tokens", 0), 2, "at least 1"),
-        (("--prompt", "x", "--temperature", -1), 2, "at least 0"),
+        (("--prompt", "x", "--max-tokens", 0), 2, "--max-tokens must be from 1"),
+        (("--prompt", "x", "--max-tokens", 10**30), 2, "--max-tokens must be from 1"),
+        (("--prompt", "x", "--temperature", -1), 2, "--temperature must be 0, or from"),
+        (("--prompt", "x", "--temperature", "nan"), 2, "--temperature must be 0, or from"),
+        (("--prompt", "x", "--temperature", "inf"), 2, "--temperature must be 0, or from"),
+        (("--prompt", "x", "--temperature", "1e-300"), 2, "--temperature must be 0, or from"),
+        (("--prompt", "x", "--seed", 2**63), 2, "--seed must be at least 0"),
+        (("--prompt", "x", "--seed", -1), 2, "--seed must be at least 0"),
+        (("--prompt", os.fsdecode(b"\xff\xfe")), 2, "not valid UTF-8 text"),
         (("--prompt", "x", "--max-tokens", 3000), 2, "2,048 positions"),
         (("--prompt", "x", "--checkpoint", "step_5"), 4, "step_10"),
     ],
@@ -130,3 +140,29 @@ def test_a_folder_that_is_not_a_run_is_said_to_be_none(tmp_path):
     done = keepstep("language", "generate", tmp_path, "--prompt", "x")
     assert done.returncode == 4, done.stdout
     assert "not the folder of a run" in done.stdout
+
+
+def test_tokens_without_a_tokenizer_write_no_text(untouched, tmp_path):
+    run, data = tmp_path / "run", tmp_path / "data"
+    shutil.copytree(untouched, run, symlinks=True)
+    shutil.copytree(prepared_data(), data)
+    (data / "tokenizer.json").unlink()
+    text = (run / "run.toml").read_text().replace(str(prepared_data()), str(data))
+    (run / "run.toml").write_text(text)
+    done = keepstep("language", "generate", run, "--prompt", "x")
+    assert done.returncode == 2, done.stdout
+    assert f"there is no tokenizer in {data}" in done.stdout
+    (data / "tokenizer.json").write_text("{}")
+    done = keepstep("language", "generate", run, "--prompt", "x")
+    assert done.returncode == 2, done.stdout
+    assert "is not a tokenizer" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_text_is_written_from_checkpoints_that_stand_elsewhere(untouched, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(untouched / "run.toml", run)
+    assert generate(run, "--prompt", "the License") == generate(
+        untouched, "--prompt", "the License"
+    )

@@ -51,16 +51,23 @@ sys.exit(f"imported {heavy}" if heavy else code)
         ([], 2, "usage: keepstep COMMAND"),
         (["trian"], 2, "did you mean `train`?"),
         (["train"], 2, "needs a config file first"),
-        (["train", "missing.toml"], 4, "there is no config file missing.toml"),
+        (["train", "missing.toml"], 2, "there is no config file missing.toml"),
         (["ckpt"], 2, "usage: keepstep ckpt"),
         (["ckpt", "list"], 2, "there is no command `keepstep ckpt list`"),
         (["ckpt", "ls"], 2, "required"),
         (["ckpt", "ls", "/nowhere"], 4, "there is no folder /nowhere"),
         (["ckpt", "ls", str(ROOT)], 4, "holds no checkpoints"),
+        (["train", str(DEBUG), "--quite"], 2, "no flag --quite; did you mean `--quiet`?"),
+        (["train", str(DEBUG), "--quiet=1"], 2, "--quiet takes no value"),
+        (["train", str(DEBUG), "--bogus"], 2, "--bogus: unknown key"),
+        (["train", str(DEBUG), "--hepl"], 2, "did you mean `--help`?"),
+        (["train", str(DEBUG), "--train.max_stpes"], 2, "did you mean `max_steps`?"),
+        (["train", str(DEBUG), "--train.max_steps"], 2, "needs a value"),
+        (["config", "show", str(DEBUG), "--jsn"], 2, "did you mean `--json`?"),
         (["config", "check"], 2, "needs a config file first"),
         (["config", "sow", "x"], 2, "there is no command `keepstep config sow`"),
         (["config", "check", str(DEBUG), "--train.max_stpes=1"], 2, "did you mean `max_steps`?"),
-        (["language", "prepare", "/nowhere.txt", "-o", "/tmp/x"], 4, "no text file /nowhere.txt"),
+        (["language", "prepare", "/nowhere.txt", "-o", "/tmp/x"], 2, "no text file /nowhere.txt"),
         (["language", "generate", str(ROOT), "--prompt", "x"], 4, "is not the folder of a run"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else None,
@@ -137,7 +144,7 @@ def test_prepared_data_that_are_wrong_are_clear_errors(config, tmp_path):
         done = keepstep(
             "train", config, f"--data.source={folder}", f"--run.dir={tmp_path / 'run'}", *flags
         )
-        assert done.returncode in (2, 4), done.stdout
+        assert done.returncode == 2, done.stdout
         assert "Traceback" not in done.stdout
         return done.stdout
 
@@ -151,7 +158,69 @@ def test_prepared_data_that_are_wrong_are_clear_errors(config, tmp_path):
     assert "the type is 'float32'; it must be one of uint16, uint32" in train(edit(type="float32"))
     assert "tokens of type uint32 are" in train(edit(type="uint32"))
     assert "beyond the vocabulary of 100" in train(edit(vocab_size=100))
-    assert "the data's has 300" in train(edit(), "--model.vocab_size=200")
+    assert "200 is less than the data's vocabulary of 300" in train(
+        edit(), "--model.vocab_size=200"
+    )
     assert "at least 100000 are needed" in train(edit(), "--train.global_batch=100000")
     assert "is not a folder of prepared tokens" in train(lambda f: (f / "tokens.json").unlink())
     assert "train.bin is missing" in train(lambda f: (f / "train.bin").unlink())
+
+
+def test_the_help_of_train_says_how_every_key_is_written():
+    shown = keepstep("train", "--help", extra={"COLUMNS": "100"}).stdout
+    assert "[model] takes every key of the model library's own config too" in shown
+    assert "--run.hooks \"['a:A', 'b:B']\"" in shown
+    # What a window must say has no default.
+    window = shown[shown.index("--checkpoint.dyn_ckpt_window.start") :]
+    window = window[: window.index("nonfinite options")]
+    assert window.count("(required)") == 2
+    assert "default: 0" not in window
+    # Keys of what is shown are keys of the config: each is taken.
+    for flag in ("--run.hooks=['keepstep.run.hooks:Hook']", "--model.hidden_size=256"):
+        assert keepstep("config", "check", DEBUG, flag).returncode == 0
+
+
+def test_the_help_of_prepare_wants_at_least_one_file():
+    shown = keepstep("language", "prepare", "--help", extra={"COLUMNS": "100"}).stdout
+    assert "prepare [-h] [OPTIONS] FILE [FILE ...]" in shown
+    assert "(at least one)" in shown
+    assert "(default: )" not in shown
+
+
+@pytest.mark.parametrize("closing", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_terminal_ends_no_command(untouched, closing, tmp_path):
+    log = tmp_path / "log"
+    for words in ("--help", "train --help", f"ckpt ls {untouched}", f"config show {DEBUG}"):
+        # The code is written by the shell: the command itself has nowhere to write.
+        script = f"{KEEPSTEP} {words} {closing}; echo $? >> {log}"
+        done = subprocess.run(
+            ["sh", "-c", script], env=environment(), capture_output=True, text=True, timeout=60
+        )
+        assert done.stderr == "", words
+    assert log.read_text().split() == ["0"] * 4
+
+
+def test_a_run_whose_terminal_is_closed_writes_nothing_of_it_into_its_files(config, tmp_path):
+    script = f"{KEEPSTEP} train {config} --run.dir={tmp_path} --train.max_steps=2 <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", script], env=environment(), timeout=90)
+    assert done.returncode == 0
+    assert keepstep("ckpt", "verify", tmp_path).returncode == 0
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines].count("step") == 2
+
+
+def test_a_full_disk_under_the_output_asks_for_room_and_continues_nothing(untouched):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [str(KEEPSTEP), "ckpt", "ls", str(untouched)],
+            stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "Make room, then run the same command again." in done.stderr
+
+
+def test_a_terminal_that_lacks_a_letter_is_shown_it_escaped(tmp_path):
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    done = keepstep("config", "show", DEBUG, "--run.name=h\u00e9", extra=ascii_only)
+    assert done.returncode == 0, done.stdout
+    assert 'name = "h\\xe9"' in done.stdout

@@ -10,6 +10,11 @@ import tyro
 from keepstep.cli.parse import dispatch
 from keepstep.errors import UsageError
 
+_VOCABULARY_MAX = 2**31 - 1
+_TOKENS_MAX = 2**31 - 1
+_TEMPERATURES = (1e-3, 1e3)
+"""Beyond these, a probability is not a number, or all are the same."""
+
 
 def run_language(argv: Sequence[str]) -> int:
     """Prepare or generate; return the exit code."""
@@ -17,7 +22,11 @@ def run_language(argv: Sequence[str]) -> int:
 
 
 def prepare(
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    files: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(at least one)"),
+    ],
     *,
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])],
     vocab_size: int = 2048,
@@ -39,6 +48,8 @@ def prepare(
 
     if not files:
         raise UsageError("`keepstep language prepare` needs text files")
+    if not 0 < vocab_size <= _VOCABULARY_MAX:
+        raise UsageError(f"--vocab-size must be from 257 to {_VOCABULARY_MAX:,}, not {vocab_size}")
     if not 0 < valid_share < 1:
         raise UsageError(f"--valid-share must be between 0 and 1, not {valid_share}")
     if output.exists():
@@ -79,10 +90,18 @@ def generate(
     """
     from keepstep.tasks.language.generate import generate_text
 
-    if max_tokens < 1:
-        raise UsageError(f"--max-tokens must be at least 1, not {max_tokens}")
-    if temperature < 0:
-        raise UsageError(f"--temperature must be at least 0, not {temperature}")
+    low, high = _TEMPERATURES
+    if not 1 <= max_tokens <= _TOKENS_MAX:
+        raise UsageError(f"--max-tokens must be from 1 to {_TOKENS_MAX:,}, not {max_tokens}")
+    # Also where it is not a number: every comparison with that is false.
+    if not (temperature == 0 or low <= temperature <= high):
+        raise UsageError(f"--temperature must be 0, or from {low:g} to {high:g}, not {temperature}")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed must be at least 0 and less than 2^63, not {seed}")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise UsageError(
+            "the prompt is not valid UTF-8 text", hint="Give it in the encoding of this terminal."
+        )
     text, used = generate_text(
         run,
         checkpoint=checkpoint,

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 from keepstep import __version__
 from keepstep.errors import KeepstepError, UsageError
@@ -32,6 +33,10 @@ commands
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _fill_closed_streams()
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A letter that the terminal's encoding has not is escaped, and ends nothing.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"error: {_words_of(error)}", *_notes(error), sep="\n", file=sys.stderr)
+            print(f"error: {_words_of(error, words)}", *_notes(error), sep="\n", file=sys.stderr)
             return 1
         # Whoever read our output went away, as in `keepstep ckpt ls | head`. Nothing is left to
         # flush at exit into the closed pipe.
@@ -100,12 +105,39 @@ def _language() -> Callable[[Sequence[str]], int]:
     return run_language
 
 
-def _words_of(error: OSError) -> str:
-    """Say what the system refused, where, and what can be done about a full disk."""
+def _fill_closed_streams() -> None:
+    """Put the null device in the place of standard streams that are closed (`keepstep ... >&-`).
+
+    Their numbers would go to the next files that are opened, and what a library prints would land
+    in a checkpoint.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        # The lowest free number is taken, which is the closed one.
+        null = os.open(os.devnull, os.O_RDWR)
+        setattr(sys, name, os.fdopen(null, mode, closefd=False))
+
+
+def _words_of(error: OSError, words: list[str]) -> str:
+    """Say what the system refused, where, and what can be done about it."""
     where = f"{error.filename}: " if error.filename else ""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    hint = "\nMake room, then run the same command to continue." if full else ""
-    return f"{where}{error.strerror or error}{hint}"
+    end = " to continue" if words[:1] == ["train"] else " again"
+    then = f", then run the same command{end}."
+    hints = {
+        errno.ENOSPC: f"Make room{then}",
+        errno.EDQUOT: f"Make room{then}",
+        errno.EROFS: "The file system is mounted read-only: use another folder, or mount it anew.",
+        errno.EACCES: "Look at who owns it and what they allow.",
+        errno.EPERM: "Look at who owns it and what they allow.",
+        errno.EMFILE: f"Raise the limit on open files (`ulimit -n`){then}",
+        errno.EIO: f"The disk fails, or its file system: look at the system's log{then}",
+        errno.EISDIR: "A folder is in the place of a file: move it out of the way.",
+        errno.ENOTDIR: "A file is in the place of a folder: move it out of the way.",
+        errno.EEXIST: "Something else is in its place: move it out of the way.",
+    }
+    hint = hints.get(error.errno or 0, "")
+    return f"{where}{error.strerror or error}" + (f"\n{hint}" if hint else "")
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -10,6 +10,7 @@ from keepstep.config.schema import Config
 from keepstep.config.strategies import strategy_names
 
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_NAME_BYTES_MAX = 255
 _YEAR_SECONDS = 366 * 86400
 _Found = Iterator[tuple[str, str]]
 
@@ -94,11 +95,19 @@ def _schedule(config: Config) -> _Found:
         return  # `_ranges` says so; no schedule fits into no steps.
     tail = schedule.decay_steps if schedule.name == "wsd" else 1
     if schedule.name != "constant" and schedule.warmup_steps + tail > steps:
-        yield (
-            "schedule.warmup_steps",
-            f"{schedule.warmup_steps} steps of warm-up leave no room for the decay"
-            f" ({tail}) within train.max_steps ({steps})",
-        )
+        # The longer of the two is the one that is more likely meant otherwise.
+        if tail > schedule.warmup_steps:
+            yield (
+                "schedule.decay_steps",
+                f"{tail} steps of decay and {schedule.warmup_steps} of warm-up leave no room"
+                f" within train.max_steps ({steps})",
+            )
+        else:
+            yield (
+                "schedule.warmup_steps",
+                f"{schedule.warmup_steps} steps of warm-up leave no room for the decay"
+                f" ({tail}) within train.max_steps ({steps})",
+            )
     if schedule.name == "constant" and schedule.warmup_steps > steps:
         yield "schedule.warmup_steps", f"is longer than train.max_steps ({steps})"
     if schedule.name == "cosine_restarts" and schedule.cycles > steps - schedule.warmup_steps:
@@ -142,6 +151,8 @@ def _names(config: Config) -> _Found:
     if not name or name in (".", "..") or "/" in name or not name.isprintable():
         message = f"must be a plain name, not {name!r}; `run.dir` places the run anywhere"
         yield "run.name", message
+    if len(name.encode("utf-8", "surrogatepass")) > _NAME_BYTES_MAX:
+        yield "run.name", f"must be at most {_NAME_BYTES_MAX} bytes long: a folder is named so"
     for path, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if not folder.isprintable():
             yield path, f"must be the name of a folder, not {folder!r}"

@@ -75,9 +75,20 @@ def explain(problems: Iterable[Problem], sources: Sources) -> list[str]:
     lines: dict[str, None] = {}
     placed = [(problem.flag or sources.where(problem.path), problem) for problem in problems]
     for place, problem in sorted(placed, key=lambda pair: sources.rank(pair[0])):
-        key = "" if place == f"--{problem.path}" else f"{problem.path}: "
-        lines[f"{place}: {key}{problem.message}"] = None
+        lines[_line(place, problem)] = None
     return list(lines)
+
+
+def _line(place: str, problem: Problem) -> str:
+    """Say where, which key and what, no key twice."""
+    if place.startswith("--"):
+        set_there = place[2:].replace("-", "_")
+        if set_there == problem.path:
+            return f"{place}: {problem.message}"
+        if not problem.flag and not problem.path.startswith(f"{set_there}."):
+            # Nobody set this key; another flag is why it is wanted.
+            return f"--{problem.path}: {problem.message} (beside {place})"
+    return f"{place}: {problem.path}: {problem.message}"
 
 
 def said(value: Any, *, text: str = "") -> str:
@@ -96,9 +107,9 @@ def said(value: Any, *, text: str = "") -> str:
     return shown if len(shown) <= _SHOWN_LENGTH else f"{shown[:_SHOWN_LENGTH]}..."
 
 
-def suggestion(word: str, known: Sequence[str]) -> str:
+def suggestion(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
     """Return `; did you mean ...?` with the closest of the known names, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 

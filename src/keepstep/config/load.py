@@ -12,10 +12,10 @@ from typing import Any
 
 from keepstep.config.checks import cross_checks, single_checks
 from keepstep.config.explain import Problem, Sources, explain, said
-from keepstep.config.overrides import FlagValue, apply_overrides
+from keepstep.config.overrides import NO_VALUE, FlagValue, apply_overrides
 from keepstep.config.schema import Config
 from keepstep.config.validate import validate
-from keepstep.errors import ConfigError, NotFound
+from keepstep.errors import ConfigError
 
 EXTENDS = "extends"
 
@@ -34,17 +34,20 @@ def load_config(
     *,
     schema_of: Callable[[str], type[Config]],
     checks_of: Callable[[Config], Sequence[Problem]],
+    looks_of: Callable[[Config], Sequence[Problem]] = lambda _: (),
 ) -> Loaded:
-    """Load a config; ConfigError lists all problems, NotFound says which file is missing.
+    """Load a config; ConfigError lists all problems.
 
-    ``schema_of`` gives the config class of a task's name, ``checks_of`` the task's own checks.
+    ``schema_of`` gives the config class of a task's name, ``checks_of`` the task's own checks,
+    ``looks_of`` what of the machine does not fit.
     """
     place = Path(path)
     sources = Sources()
     tree = _read(place, sources, chain=())
     problems = apply_overrides(tree, overrides, sources)
     task = tree.get("task", "language")
-    task = task.text if isinstance(task, FlagValue) else task
+    if isinstance(task, FlagValue):
+        task = "language" if task.value is NO_VALUE else task.text
     try:
         schema = schema_of(task if isinstance(task, str) else said(task))
     except ConfigError as error:
@@ -54,7 +57,7 @@ def load_config(
     if config is not None:
         # Checks between fields would judge the defaults that stand in for wrong values.
         checked = single_checks(config) if problems else cross_checks(config)
-        problems += [*checked, *checks_of(config)]
+        problems += [*checked, *checks_of(config), *looks_of(config)]
     if problems:
         raise ConfigError(explain(problems, sources))
     assert config is not None, "a config without problems was built"
@@ -71,8 +74,8 @@ def _read(path: Path, sources: Sources, *, chain: tuple[Path, ...]) -> dict[str,
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         by = f"{chain[-1]} extends it." if chain else ""
-        raise NotFound(
-            f"there is no config file {path}",
+        raise ConfigError(
+            [f"there is no config file {path}"],
             hint=by or "The first argument is a TOML file, such as configs/language/debug.toml.",
         ) from error
     except (OSError, ValueError) as error:

@@ -8,6 +8,8 @@ from typing import Any
 
 from keepstep.config.explain import Problem, Sources
 
+NO_VALUE = object()
+"""What a flag without a value stands for: a wrong key is told as such, a right one wants one."""
 NOT_A_KEY = "is a section, not a key; its keys are written --{}.KEY"
 
 _FLAG = re.compile(r"--[A-Za-z_][\w-]*(\.[\w-]+)*")
@@ -40,14 +42,13 @@ def apply_overrides(
             problems.append(Problem(path=word, message=message, flag="command line"))
             continue
         path = name[2:].replace("-", "_")
-        if not equals:
-            if not words or words[0].startswith("--"):
-                message = f"needs a value, as in {name}=VALUE"
-                problems.append(Problem(path=path, message=message, flag=name))
-                continue
-            value = words.pop(0)
+        given = FlagValue("", NO_VALUE)
+        if equals:
+            given = _value(value)
+        elif words and not words[0].startswith("--"):
+            given = _value(words.pop(0))
         sources.add_flag(path, name)
-        if refusal := _put(tree, path.split("."), _value(value)):
+        if refusal := _put(tree, path.split("."), given):
             problems.append(Problem(path=path, message=refusal, flag=name))
     return problems
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_h
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from keepstep.config.explain import Problem, said, suggestion
-from keepstep.config.overrides import NOT_A_KEY, FlagValue
+from keepstep.config.overrides import NO_VALUE, NOT_A_KEY, FlagValue
 from keepstep.config.schema import Config
 
 CATCH_ALL = "settings"
@@ -121,6 +121,9 @@ class _Builder:
         if isinstance(given, FlagValue):
             text, given = given.text, _meant(hint, given)
         inner, optional = section_of(hint), type(None) in get_args(hint)
+        if given is NO_VALUE:
+            wanted = f"needs a value, as in --{path}=VALUE"
+            return self._tell(path, NOT_A_KEY.format(path) if inner is not None else wanted)
         if inner is not None:
             if optional and given in (None, "none"):
                 return None
@@ -153,6 +156,8 @@ class _Builder:
         text = ""
         if isinstance(given, FlagValue):
             text, given = given.text, given.value
+        if given is NO_VALUE:
+            return self._tell(path, f"needs a value, as in --{path}=VALUE")
         if isinstance(given, dict):
             table = {name: self._plain(entry, f"{path}.{name}") for name, entry in given.items()}
             return {n: entry for n, entry in table.items() if entry not in (None, _WRONG)}
@@ -175,6 +180,8 @@ class _Builder:
 def _meant(hint: Any, flag: FlagValue) -> Any:
     """Return what a flag means for a field: for text, `6` is the text "6" and not a number."""
     options = get_args(hint)
+    if flag.value is NO_VALUE:
+        return NO_VALUE
     if flag.value is None and type(None) in options:
         return None
     if isinstance(flag.value, str):
@@ -218,7 +225,7 @@ def _words(fault: Any, given: str) -> str:
         "float_type": "a number",
         "bool_type": "true or false",
         "string_type": "text in quotes",
-        "tuple_type": "a list",
+        "tuple_type": "a list ([] is an empty one)",
         "dict_type": "a table",
         "finite_number": "a finite number",
     }

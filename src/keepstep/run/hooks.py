@@ -6,6 +6,7 @@ A hook is any object with some of the methods of `Hook`. An exception in a hook 
 
 import importlib
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,13 +89,20 @@ def _load_hook(name: str) -> object:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-        build = getattr(module, attribute)
+        return getattr(module, attribute)()
     except (ImportError, AttributeError) as error:
         raise UsageError(
             f"the hook {name!r} of run.hooks cannot be loaded: {error}",
             hint="Write it as module:Class; the module must be importable from this folder.",
         ) from error
-    return build()
+    # The module and the class are the user's: they may raise anything.
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"the hook {name!r} of run.hooks cannot be made: {type(error).__name__}: {error}"
+            f" ({last.filename}:{last.lineno})",
+            hint="It is made without arguments before the run begins.",
+        ) from error
 
 
 def _name(hook: object) -> str:

@@ -1,10 +1,11 @@
 """Tasks by name: entry points of the group `keepstep.tasks`, so that one can live anywhere.
 
 An entry point is a module with `CONFIG` (the config class), `build(config)` (which may import
-torch) and, if it has any, `check(config)` (which may not). Importing the module must stay light.
+torch) and, if it has any, `check(config)` and `look(config)` (which may not): what of its sections
+cannot be meant, and what of the machine does not fit them. Importing the module must stay light.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.load import Loaded, load_config
 from keepstep.config.schema import Config
+from keepstep.config.surroundings import look_around
 from keepstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,9 +23,15 @@ if TYPE_CHECKING:
 _GROUP = "keepstep.tasks"
 
 
-def load_task_config(path: Path | str, overrides: Sequence[str]) -> Loaded:
-    """Load a config with the sections and the checks of the task that it names."""
-    return load_config(path, overrides, schema_of=config_class, checks_of=_checks)
+def load_task_config(path: Path | str, overrides: Sequence[str], *, look: bool = False) -> Loaded:
+    """Load a config with the sections and the checks of the task that it names.
+
+    ``look``: whether folders, hooks and data that it names are looked at too.
+    """
+    looks_of: Callable[[Config], Sequence[Problem]] = _looks if look else lambda _: ()
+    return load_config(
+        path, overrides, schema_of=config_class, checks_of=_checks, looks_of=looks_of
+    )
 
 
 def config_class(task: str) -> type[Config]:
@@ -39,6 +47,11 @@ def build_task(config: Config) -> "Task":
 def _checks(config: Config) -> Sequence[Problem]:
     check = getattr(_module(config.task), "check", None)
     return cast(Sequence[Problem], check(config)) if check is not None else []
+
+
+def _looks(config: Config) -> Sequence[Problem]:
+    look = getattr(_module(config.task), "look", None)
+    return [*look_around(config), *(look(config) if look is not None else ())]
 
 
 def _module(task: str) -> ModuleType:

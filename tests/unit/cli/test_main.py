@@ -43,7 +43,7 @@ def test_what_the_system_refuses_names_the_file_and_a_way_out(monkeypatch, capsy
     assert fails_with(monkeypatch, full) == 1
     assert capsys.readouterr().err.splitlines() == [
         "error: /runs/x: No space left on device",
-        "Make room, then run the same command to continue.",
+        "Make room, then run the same command again.",
     ]
 
 

@@ -95,7 +95,8 @@ def wsd(**values):
     ("config", "wrong"),
     [
         (wsd(schedule__warmup_steps=4, schedule__decay_steps=6), set()),
-        (wsd(schedule__warmup_steps=5, schedule__decay_steps=6), {"schedule.warmup_steps"}),
+        (wsd(schedule__warmup_steps=5, schedule__decay_steps=6), {"schedule.decay_steps"}),
+        (wsd(schedule__warmup_steps=6, schedule__decay_steps=5), {"schedule.warmup_steps"}),
         (wsd(), {"schedule.decay_steps"}),
         (changed(schedule__name="constant", schedule__warmup_steps=1000), set()),
         (

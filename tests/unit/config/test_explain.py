@@ -87,7 +87,7 @@ def test_problems_come_in_reading_order_files_first_and_each_once():
         "c.toml:1: task: early",
         "c.toml:10: train.global_batch: late",
         "--train.rate: flag",
-        "--w.start: w.stop: is missing",
+        "--w.stop: is missing (beside --w.start)",
         "command line: x: is not a flag",
     ]
 

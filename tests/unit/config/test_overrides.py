@@ -3,7 +3,7 @@
 import pytest
 
 from keepstep.config.explain import Sources
-from keepstep.config.overrides import FlagValue, apply_overrides
+from keepstep.config.overrides import NO_VALUE, FlagValue, apply_overrides
 
 
 def put(*words, tree=None):
@@ -66,10 +66,10 @@ def test_the_next_word_is_the_value_also_where_it_is_negative():
 
 
 @pytest.mark.parametrize("words", [["--a.b"], ["--a.b", "--c=1"]])
-def test_a_flag_without_a_value_says_so_and_takes_no_other_flag_for_it(words):
+def test_a_flag_without_a_value_takes_no_other_flag_for_it(words):
     tree, problems = put(*words)
-    assert problems == ["--a.b: needs a value, as in --a.b=VALUE"]
-    assert "a" not in tree
+    assert problems == []
+    assert tree["a"] == {"b": NO_VALUE}
 
 
 @pytest.mark.parametrize(

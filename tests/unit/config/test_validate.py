@@ -44,7 +44,7 @@ def only_problem(tree, schema=LanguageConfig):
         ({"train": {"compile": 1}}, "train.compile: must be true or false, not 1"),
         ({"train": {"compile": "yes"}}, "train.compile: must be true or false, not 'yes'"),
         ({"run": {"name": 3}}, "run.name: must be text in quotes, not 3"),
-        ({"run": {"hooks": "a:B"}}, "run.hooks: must be a list, not 'a:B'"),
+        ({"run": {"hooks": "a:B"}}, "run.hooks: must be a list ([] is an empty one), not 'a:B'"),
         ({"run": {"hooks": ["a:B", 3]}}, "run.hooks: must be text in quotes, not 3"),
         (
             {"run": {"hooks": flag("['a:B', 3]", ["a:B", 3])}},

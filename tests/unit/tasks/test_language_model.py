@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep.errors import NotFound, UsageError
+from keepstep.errors import UsageError
 from keepstep.tasks.language.config import ModelConfig
 from keepstep.tasks.language.model import build_decoder, router_loss_weight
 from tests.helpers.language import SETTINGS
@@ -139,7 +139,7 @@ def test_a_pretrained_folder_gives_its_weights_and_its_settings_can_be_overridde
 
 
 def test_a_pretrained_folder_that_is_missing_or_broken_is_an_error(tmp_path: Path):
-    with pytest.raises(NotFound, match=r"holds no config\.json"):
+    with pytest.raises(UsageError, match=r"holds no config\.json"):
         build(pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be loaded"):

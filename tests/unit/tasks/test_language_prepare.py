@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from keepstep.errors import DataError, NotFound
+from keepstep.errors import DataError
 from keepstep.tasks.language.prepare import prepare, prepare_python_stdlib, read_texts
 from keepstep.tasks.language.tokens import open_tokens
 from tests.helpers.command import ROOT, environment
@@ -65,7 +65,7 @@ def test_a_tokenizer_can_be_loaded_from_a_folder_or_a_file(tmp_path):
     for number, tokenizer in enumerate((first, first / "tokenizer.json")):
         again = make(tmp_path / str(number), tokenizer=tokenizer)
         assert open_tokens(again).digest == open_tokens(first).digest
-    with pytest.raises(NotFound, match="no tokenizer in"):
+    with pytest.raises(DataError, match="no tokenizer in"):
         make(tmp_path / "none", tokenizer=tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_missing_or_not_text_is_named(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="binary cannot be read as UTF-8"):
         read_texts([binary])
-    with pytest.raises(NotFound, match="nowhere"):
+    with pytest.raises(DataError, match="nowhere"):
         read_texts([tmp_path / "nowhere"])
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from keepstep.errors import DataError, NotFound
+from keepstep.errors import DataError
 from keepstep.store.disk import Disk
 from keepstep.tasks.language.tokens import open_tokens, write_tokens
 from tests.helpers.language import make_tokens
@@ -77,7 +77,7 @@ def test_a_missing_file_and_a_missing_folder_are_named(tmp_path):
     (folder / "valid.bin").unlink()
     with pytest.raises(DataError, match=r"valid\.bin is missing"):
         open_tokens(folder)
-    with pytest.raises(NotFound, match="nowhere is not a folder of prepared tokens"):
+    with pytest.raises(DataError, match="nowhere is not a folder of prepared tokens"):
         open_tokens(tmp_path / "nowhere")
 
 

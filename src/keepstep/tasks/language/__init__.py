@@ -7,13 +7,17 @@ from keepstep.config.explain import Problem, suggestion
 from keepstep.config.schema import Config
 from keepstep.errors import UsageError
 from keepstep.tasks.language import library
-from keepstep.tasks.language.config import METRICS, LanguageConfig
+from keepstep.tasks.language.config import METRICS, LanguageConfig, ModelConfig
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
 
 CONFIG = LanguageConfig
 
+_AT_LEAST_ONE = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "n_embd", "n_head", "n_positions",
+)  # fmt: skip
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
 
@@ -21,8 +25,10 @@ def build(config: Config) -> "Task":
     """Build the task; this imports torch and transformers."""
     assert isinstance(config, LanguageConfig), "the registry loads this task's own config"
     if not library.is_installed():
+        from keepstep.tasks.language.look import MISSING_LIBRARY
+
         raise UsageError(
-            "the language task needs transformers and tokenizers, which are not installed",
+            MISSING_LIBRARY,
             hint="Install them with `pip install 'keepstep[language]'`.",
         )
     from keepstep.tasks.language.task import LanguageTask
@@ -37,13 +43,28 @@ def check(config: Config) -> list[Problem]:
     return [Problem(path=path, message=message) for path, message in found]
 
 
+def look(config: Config) -> list[Problem]:
+    """Return what of the machine does not fit the task's own sections."""
+    assert isinstance(config, LanguageConfig), "the registry loads this task's own config"
+    # Here, because a config that is only shown needs no numpy.
+    from keepstep.tasks.language.look import faults
+
+    return [Problem(path=path, message=message) for path, message in faults(config)]
+
+
 def _check_data(config: LanguageConfig) -> Iterator[tuple[str, str]]:
     data = config.data
-    for name, least in (("vocab_size", 257), ("megabytes", 1), ("sequence_length", 1)):
-        if getattr(data, name) < least:
-            yield f"data.{name}", f"must be at least {least}, not {getattr(data, name)}"
-    if data.workers < 0:
-        yield "data.workers", f"must be at least 0, not {data.workers}"
+    bounds = (
+        ("vocab_size", 257, 2**31 - 1),
+        ("megabytes", 1, 2**31 - 1),
+        ("sequence_length", 1, 2**31 - 1),
+        ("workers", 0, 4096),
+    )
+    for name, least, most in bounds:
+        value = getattr(data, name)
+        if not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most:,}"
+            yield f"data.{name}", f"must be {limit}, not {value}"
     if not 0 < data.valid_share < 1:
         yield "data.valid_share", f"must be between 0 and 1, not {data.valid_share}"
 
@@ -58,8 +79,12 @@ def _check_model(config: LanguageConfig) -> Iterator[tuple[str, str]]:
     model, length = config.model, config.data.sequence_length
     for key in _POSITION_KEYS:
         positions = model.settings.get(key)
-        if isinstance(positions, int) and positions < length:
+        if isinstance(positions, int) and 1 <= positions < length:
             yield f"model.{key}", f"{positions} is less than data.sequence_length ({length})"
+    for key in _AT_LEAST_ONE:
+        value = model.settings.get(key)
+        if type(value) is int and value < 1:
+            yield f"model.{key}", f"must be at least 1, not {value}"
     if model.pretrained or not library.is_installed():
         return
     names = library.decoder_names()
@@ -69,10 +94,35 @@ def _check_model(config: LanguageConfig) -> Iterator[tuple[str, str]]:
         yield "model.architecture", message
         return
     keys = library.config_keys(model.architecture)
-    for key in model.settings:
-        if keys is not None and key not in keys:
-            own = ("architecture", "pretrained", "attention")
-            near = suggestion(key, [*sorted(keys), *own])
-            if key in library.OURS:
-                near = f"; it is `model.{library.OURS[key]}` here"
-            yield f"model.{key}", f"the config of {model.architecture} has no such key{near}"
+    unknown = [key for key in model.settings if keys is not None and key not in keys]
+    for key in unknown:
+        own = ("architecture", "pretrained", "attention")
+        near = suggestion(key, [*sorted(keys or ()), *own])
+        if key in library.OURS:
+            near = f"; it is `model.{library.OURS[key]}` here"
+        yield f"model.{key}", f"the config of {model.architecture} has no such key{near}"
+    if not unknown:
+        # Not beside a misspelt key: the library's default would be judged in its place.
+        yield from _check_heads(model)
+
+
+def _check_heads(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Hold the numbers of heads to one another, where the library's text says how."""
+    usual = library.defaults(model.architecture)
+    if usual is None:
+        return
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    size, heads, shared = (model.settings.get(name, usual.get(name)) for name in names)
+    if type(heads) is not int or heads < 1:
+        return
+    if (
+        type(size) is int
+        and size >= 1
+        and size % heads
+        and library.heads_divide(model.architecture)
+    ):
+        path = "model.num_attention_heads"
+        yield path, f"{heads} does not divide model.hidden_size ({size})"
+    if type(shared) is int and shared >= 1 and heads % shared:
+        path = "model.num_key_value_heads"
+        yield path, f"{shared} does not divide model.num_attention_heads ({heads})"

@@ -11,7 +11,7 @@ METRICS = ("valid_loss", "valid_perplexity")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of `transformers`, built from its own config."""
+    """A decoder of `transformers`. Every key of its own config is a key here: hidden_size, ..."""
 
     architecture: str = must_match("llama")
     """Model type as `transformers` names it: llama, qwen3, gpt2, mixtral, ..."""

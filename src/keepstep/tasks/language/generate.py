@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from keepstep.errors import DataError, NotFound, UsageError
 from keepstep.store import load_state
-from keepstep.store.catalog import Checkpoint
+from keepstep.store.catalog import Checkpoint, list_checkpoints
 from keepstep.store.layout import BEST_NAME, LATEST_NAME, RUN_TOML_NAME
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
 from keepstep.tasks.language.config import LanguageConfig
 from keepstep.tasks.language.model import build_decoder
+from keepstep.tasks.language.prepare import load_tokenizer
 from keepstep.tasks.language.task import data_folder
-from keepstep.tasks.language.tokens import TOKENIZER_NAME, TokenSet, open_tokens
+from keepstep.tasks.language.tokens import TokenSet, open_tokens
 from keepstep.tasks.registry import load_task_config
 
 
@@ -24,14 +24,18 @@ def generate_text(
     """Return the prompt with what the model adds to it, and the name of the checkpoint used."""
     config = _config(run)
     wanted = checkpoint
-    entries = found_checkpoints(run)
+    place = run
+    if config.checkpoint.dir and not list_checkpoints(run, aside=True):
+        # What the run's folder holds comes first: it may have been moved since.
+        place = Path(config.checkpoint.dir).expanduser()
+    entries = found_checkpoints(place)
     if checkpoint == BEST_NAME and not any(BEST_NAME in roles_of(e, entries) for e in entries):
         # A run that was never evaluated has no best; its latest is then the best there is.
         wanted = LATEST_NAME
-    entry = find_checkpoint(run, wanted)
+    entry = find_checkpoint(place, wanted)
     tokens = open_tokens(data_folder(config.data))
     _require_same_tokens(entry, tokens)
-    tokenizer = Tokenizer.from_file(str(tokens.folder / TOKENIZER_NAME))
+    tokenizer = load_tokenizer(tokens.folder)
     model = build_decoder(
         config.model,
         vocab_size=tokens.vocab_size,

@@ -7,7 +7,7 @@ import torch. What cannot be found out this way is not judged here; building the
 import ast
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +48,38 @@ def config_keys(architecture: str) -> frozenset[str] | None:
     if not own:
         return None
     return frozenset(keys | own | (_ROPE_KEYS if "rope_parameters" in own else set()))
+
+
+@cache
+def defaults(architecture: str) -> Mapping[str, int | None] | None:
+    """Return the numbers that a model type's config has by default, or None where unclear."""
+    own = _only_config(architecture)
+    if own is None:
+        return None
+    found: dict[str, int | None] = {}
+    for item in own.body:
+        match item:
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value)):
+                if value is None or type(value) is int:
+                    found[name] = value
+    return found
+
+
+@cache
+def heads_divide(architecture: str) -> bool:
+    """Tell whether the library refuses heads that do not divide the hidden size."""
+    own = _only_config(architecture)
+    return own is not None and "self.hidden_size % self.num_attention_heads" in ast.unparse(own)
+
+
+def _only_config(architecture: str) -> ast.ClassDef | None:
+    """Return the config class of a model type that has one only, and nothing between it."""
+    folder = architecture.replace("-", "_")
+    tree = ast.parse(_read(f"models/{folder}/configuration_{folder}.py"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    if len(classes) != 1 or [ast.unparse(base) for base in classes[0].bases] != [_BASE]:
+        return None
+    return classes[0]
 
 
 def _keys_of(nodes: Sequence[ast.stmt], *, only: set[str]) -> set[str]:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from keepstep.config.explain import suggestion
-from keepstep.errors import NotFound, UsageError
+from keepstep.errors import UsageError
 from keepstep.tasks.language.config import ModelConfig
 
 _REFUSALS = (
@@ -118,7 +118,7 @@ def _refusals_explained(architecture: str) -> Iterator[None]:
 def _pretrained(config: ModelConfig) -> Any:
     folder = Path(config.pretrained).expanduser()
     if not (folder / "config.json").is_file():
-        raise NotFound(f"model.pretrained: {folder} holds no config.json")
+        raise UsageError(f"model.pretrained: {folder} holds no config.json")
     try:
         library_config = AutoConfig.from_pretrained(folder, local_files_only=True)
         _require_known(config, library_config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keepstep.errors import DataError, NotFound
+from keepstep.errors import DataError
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import digest_of
 from keepstep.tasks.language.tokens import DESCRIPTION_NAME, TOKENIZER_NAME, Tokens, write_tokens
@@ -33,11 +33,9 @@ def prepare(
     The tokenizer is loaded from `tokenizer` (a folder or a tokenizer.json), or else a byte-level
     BPE of `vocab_size` is trained on the texts.
     """
-    from tokenizers import Tokenizer
-
     if not any(texts):
         raise DataError("there is no text to prepare")
-    encoder = _trained(texts, vocab_size) if tokenizer is None else _loaded(tokenizer, Tokenizer)
+    encoder = _trained(texts, vocab_size) if tokenizer is None else _loaded(tokenizer)
     parts: dict[str, list[Tokens]] = {"train": [], "valid": []}
     end = encoder.token_to_id(END_OF_TEXT)
     for index, (block, ends_text) in enumerate(_blocks(texts)):
@@ -60,23 +58,32 @@ def prepare_python_stdlib(
     cache: Path, *, vocab_size: int, valid_share: float, megabytes: int
 ) -> Path:
     """Return the prepared folder of the running Python's library, making it on first use."""
-    recipe = f"{platform.python_version()}/{vocab_size}/{valid_share!r}/{megabytes}/2"
-    name = f"python-stdlib-{platform.python_version()}-{digest_of(recipe.encode())[:12]}"
-    folder = cache / name
+    folder = python_stdlib_folder(
+        cache, vocab_size=vocab_size, valid_share=valid_share, megabytes=megabytes
+    )
     if not (folder / DESCRIPTION_NAME).is_file():
         texts = _stdlib_texts(megabytes * 1_000_000)
         prepare(texts, folder, vocab_size=vocab_size, valid_share=valid_share)
     return folder
 
 
+def python_stdlib_folder(
+    cache: Path, *, vocab_size: int, valid_share: float, megabytes: int
+) -> Path:
+    """Return where the prepared folder of the running Python's library is, or will be."""
+    recipe = f"{platform.python_version()}/{vocab_size}/{valid_share!r}/{megabytes}/2"
+    name = f"python-stdlib-{platform.python_version()}-{digest_of(recipe.encode())[:12]}"
+    return cache / name
+
+
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """Return the texts of files; NotFound or DataError names the one that cannot be read."""
+    """Return the texts of files; DataError names the one that cannot be read."""
     texts = []
     for path in paths:
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise NotFound(f"there is no text file {path}") from error
+            raise DataError(f"there is no text file {path}") from error
         except (UnicodeDecodeError, OSError) as error:
             raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
     return texts
@@ -127,15 +134,22 @@ def _trained(texts: Sequence[str], vocab_size: int):  # type: ignore[no-untyped-
     return encoder
 
 
-def _loaded(path: Path, tokenizer_class):  # type: ignore[no-untyped-def]
+def load_tokenizer(path: Path):  # type: ignore[no-untyped-def]
+    """Return the tokenizer of a file, or of a folder; DataError where there is none."""
+    from tokenizers import Tokenizer
+
     file = path / TOKENIZER_NAME if path.is_dir() else path
     if not file.is_file():
-        raise NotFound(f"there is no tokenizer in {path}: no file {TOKENIZER_NAME}")
+        raise DataError(f"there is no tokenizer in {path}: no file {TOKENIZER_NAME}")
     try:
-        encoder = tokenizer_class.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     # The library raises nothing more specific.
     except Exception as error:
         raise DataError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _loaded(path: Path):  # type: ignore[no-untyped-def]
+    encoder = load_tokenizer(path)
     # Many published ones cut at their model's length; text would be lost without a word.
     encoder.no_truncation()
     encoder.no_padding()

@@ -10,7 +10,8 @@ another type than it was written in; a token beyond the vocabulary is found befo
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.errors import DataError, NotFound
+from keepstep.errors import DataError
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
 from keepstep.store.manifest import digest_of
@@ -45,10 +46,32 @@ class TokenSet:
 
 
 def open_tokens(folder: Path) -> TokenSet:
-    """Open a prepared folder; DataError says what of it is wrong, NotFound that it is missing."""
+    """Open a prepared folder; DataError says what of it is wrong, or that it is missing."""
+    with _described(folder) as about:
+        parts = {name: _open_part(folder, name, about) for name in PARTS}
+        digest = digest_of("".join(about["parts"][name]["digest"] for name in PARTS).encode())
+        return TokenSet(
+            folder=folder, vocab_size=int(about["vocab_size"]), digest=digest, parts=parts
+        )
+
+
+def measure_tokens(folder: Path) -> tuple[int, dict[str, int]]:
+    """Return the vocabulary's size and the tokens of each part, without reading any token.
+
+    DataError says what of the folder is wrong, as far as its description and file sizes tell.
+    """
+    with _described(folder) as about:
+        return int(about["vocab_size"]), {
+            name: _require_part(folder, name, about)[1] for name in PARTS
+        }
+
+
+@contextmanager
+def _described(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Give the description of a prepared folder; what does not fit it becomes a DataError."""
     path = folder / DESCRIPTION_NAME
     if not path.is_file():
-        raise NotFound(
+        raise DataError(
             f"{folder} is not a folder of prepared tokens: it has no {DESCRIPTION_NAME}",
             hint="Make one with `keepstep language prepare FILES... -o FOLDER`.",
         )
@@ -56,11 +79,7 @@ def open_tokens(folder: Path) -> TokenSet:
         about = json.loads(path.read_bytes())
         if about["format"] != _FORMAT:
             raise DataError(f"{path}: the format is {about['format']!r}, not {_FORMAT!r}")
-        parts = {name: _open_part(folder, name, about) for name in PARTS}
-        digest = digest_of("".join(about["parts"][name]["digest"] for name in PARTS).encode())
-        return TokenSet(
-            folder=folder, vocab_size=int(about["vocab_size"]), digest=digest, parts=parts
-        )
+        yield about
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is malformed: {error!r}") from error
 
@@ -113,7 +132,8 @@ def check_vocabulary(tokens: Tokens, vocab_size: int, *, where: str) -> None:
         )
 
 
-def _open_part(folder: Path, name: str, about: Mapping[str, Any]) -> Tokens:
+def _require_part(folder: Path, name: str, about: Mapping[str, Any]) -> tuple[Path, int]:
+    """Return the file of a part and its number of tokens; DataError where its size is another."""
     type_name, count = about["type"], int(about["parts"][name]["count"])
     if type_name not in _TYPES:
         raise DataError(
@@ -129,10 +149,19 @@ def _open_part(folder: Path, name: str, about: Mapping[str, Any]) -> Tokens:
             f"{path} is {size:,} bytes; {count:,} tokens of type {type_name} are {expected:,}",
             hint="The file was cut short, or the type in tokens.json is wrong.",
         )
+    return path, count
+
+
+def _open_part(folder: Path, name: str, about: Mapping[str, Any]) -> Tokens:
+    path, count = _require_part(folder, name, about)
+    kind = _TYPES[about["type"]]
     if count == 0:
-        return np.zeros(0, dtype=_TYPES[type_name])
-    tokens = np.memmap(path, dtype=_TYPES[type_name], mode="r")
-    if size <= _VERIFIED_BYTES_MAX and digest_of(tokens.data) != about["parts"][name]["digest"]:
+        return np.zeros(0, dtype=kind)
+    tokens = np.memmap(path, dtype=kind, mode="r")
+    if (
+        tokens.nbytes <= _VERIFIED_BYTES_MAX
+        and digest_of(tokens.data) != about["parts"][name]["digest"]
+    ):
         raise DataError(
             f"{path} is not what was written: its digest is another",
             hint="Prepare the data again, into a new folder.",
