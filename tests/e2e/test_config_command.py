@@ -196,7 +196,7 @@ def test_check_finds_a_cache_that_is_a_file(here):
 
 
 def test_check_says_whether_there_is_a_device_as_train_does(config, tmp_path):
-    flags = ("--train.device=cuda", f"--run.dir={tmp_path / 'run'}", "--train.max_steps=2")
+    flags = ("--train.device=cuda", f"--run.dir={tmp_path / 'run'}", "--train.max_steps=4")
     checked = split("config", "check", config, *flags)
     trained = split("train", config, *flags)
     assert checked.returncode == trained.returncode

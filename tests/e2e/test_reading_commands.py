@@ -201,12 +201,12 @@ def test_a_closed_terminal_ends_no_command(untouched, closing, tmp_path):
 
 
 def test_a_run_whose_terminal_is_closed_writes_nothing_of_it_into_its_files(config, tmp_path):
-    script = f"{KEEPSTEP} train {config} --run.dir={tmp_path} --train.max_steps=2 <&- >&- 2>&-"
+    script = f"{KEEPSTEP} train {config} --run.dir={tmp_path} --train.max_steps=4 <&- >&- 2>&-"
     done = subprocess.run(["sh", "-c", script], env=environment(), timeout=90)
     assert done.returncode == 0
     assert keepstep("ckpt", "verify", tmp_path).returncode == 0
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines].count("step") == 2
+    assert [json.loads(line)["kind"] for line in lines].count("step") == 4
 
 
 def test_a_full_disk_under_the_output_asks_for_room_and_continues_nothing(untouched):
