@@ -1,6 +1,8 @@
 """The commands that only read: quick, without torch, and plain about what they find."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -80,8 +82,6 @@ def test_a_command_that_cannot_be_used_says_what_to_do(words, code, said):
 
 
 def test_ls_shows_steps_roles_metrics_and_damage(untouched, tmp_path):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     (run / "step_6" / "manifest.json").unlink()
@@ -133,8 +133,6 @@ def test_generate_writes_text_that_depends_on_seed_and_checkpoint(untouched):
 
 
 def test_prepared_data_that_are_wrong_are_clear_errors(config, tmp_path):
-    import shutil
-
     from tests.helpers.tiny import prepared_data
 
     def train(change, *flags):
@@ -224,3 +222,27 @@ def test_a_terminal_that_lacks_a_letter_is_shown_it_escaped(tmp_path):
     done = keepstep("config", "show", DEBUG, "--run.name=h\u00e9", extra=ascii_only)
     assert done.returncode == 0, done.stdout
     assert 'name = "h\\xe9"' in done.stdout
+
+
+def test_verify_names_the_file_that_is_at_fault(untouched, tmp_path):
+    run = shutil.copytree(untouched, tmp_path / "run", symlinks=True)
+    (cut,) = (run / "step_3").glob("*.safetensors")
+    cut.write_bytes(cut.read_bytes()[:10])
+    (gone,) = (run / "step_6").glob("*.safetensors")
+    gone.unlink()
+    (run / "step_9" / "manifest.json").unlink()
+    done = keepstep("ckpt", "verify", run)
+    assert done.returncode == 3
+    lines = done.stdout.splitlines()
+    of = {name: lines[lines.index(f"{name}: damaged") + 1] for name in ("step_3", "step_6")}
+    assert of["step_3"].startswith(f"  {cut.name}: is 10 bytes, not")
+    assert of["step_6"] == f"  {gone.name}: is missing"
+    assert "  manifest.json: manifest.json is missing" in lines
+
+
+def test_more_workers_than_cores_are_no_warning(config, tmp_path):
+    workers = (os.cpu_count() or 1) + 1
+    flags = (f"--data.workers={workers}", f"--run.dir={tmp_path}", "--train.max_steps=3")
+    done = keepstep("train", config, *flags)
+    assert done.returncode == 0, done.stdout
+    assert "Warning" not in done.stdout

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from keepstep.errors import CheckpointDamaged
 from keepstep.store.catalog import Checkpoint
+from keepstep.store.layout import MANIFEST_NAME, is_data_name
 from keepstep.store.manifest import FileEntry, Manifest, digest_of, read_manifest
 
 
@@ -23,7 +24,18 @@ def verify(checkpoint: Checkpoint) -> list[Fault]:
     try:
         manifest = read_manifest(checkpoint.path)
     except (CheckpointDamaged, OSError) as error:
-        return [Fault(file="manifest.json", tensor="", offset=0, message=str(error))]
+        # A file that the manifest lists and that is missing or of another size is at fault itself.
+        text = str(error)
+        name, _, rest = text.partition(" ")
+        is_data = is_data_name(name)
+        return [
+            Fault(
+                file=name if is_data else MANIFEST_NAME,
+                tensor="",
+                offset=0,
+                message=rest if is_data else text,
+            )
+        ]
     faults: list[Fault] = []
     for entry in manifest.files:
         try:

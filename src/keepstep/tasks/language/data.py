@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -85,6 +86,8 @@ def iterate_batches(
     dataset: BatchDataset, *, workers: int, pinned: bool = False
 ) -> Iterator[torch.Tensor]:
     """Yield batch after batch without end, loaded ahead by `workers` processes."""
+    # The number of workers is the user's, and the batches do not depend on it.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     loader = DataLoader(
         dataset,
         batch_size=None,
