@@ -64,6 +64,16 @@ def test_a_change_is_journaled_also_where_the_session_dies_at_once(config, run):
     assert "changed since the last session: train.max_steps: 10 -> 12" in told(run)
 
 
+def test_a_change_is_durable_before_the_record_is_overwritten(config, run, tmp_path):
+    log = tmp_path / "log"
+    words = ("train", config, f"--checkpoint.dir={run}", "--train.max_steps=12")
+    assert keepstep(*words, extra=injecting(log=str(log), at=0)).returncode == 0
+    lines = log.read_text().splitlines()
+    overwritten = next(n for n, line in enumerate(lines) if line.endswith("run.toml"))
+    before = [line.partition(" ")[2] for line in lines[:overwritten]]
+    assert f"sync {run}/journal.jsonl" in before
+
+
 def test_a_record_that_cannot_be_read_is_told_and_harms_nobody(config, run):
     (run / "run.toml").write_text("[train\n")
     done = keepstep("train", config, f"--checkpoint.dir={run}", "--optimizer.rate=0.02")
@@ -78,6 +88,8 @@ def test_a_way_back_that_was_taken_is_told_with_what_takes_it_again(config, run)
     back = keepstep(*words, "--checkpoint.on_resume=9")
     assert "from step_9 (verified)" in back.stdout
     assert "was taken" not in back.stdout
+    assert back.stdout.count("on_resume: 'newest' -> '9'") == 1
+    assert "changed since the checkpoint" not in back.stdout
     again = keepstep(*words, "--checkpoint.on_resume=9")
     assert "nothing to do" in again.stdout
     assert "the way back to step 9 was taken in an earlier session" in again.stdout
