@@ -26,6 +26,8 @@ _WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "store", "config", "hooks"})
 class Console:
     """A hook that prints. `quiet` leaves out progress and saves, not what went wrong."""
 
+    first_rank_only = True
+
     def __init__(self, *, quiet: bool, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
         self._quiet = quiet

@@ -79,6 +79,18 @@ class Journal:
             self._file = None
 
 
+class SilentJournal(Journal):
+    """The journal of every rank but the first: it takes what it is given and writes nothing."""
+
+    def rewind(self, step: int, *, keep_evaluation: bool) -> int:
+        """Take nothing back."""
+        del step, keep_evaluation
+        return 0
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Write nothing: the first rank writes it."""
+
+
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a journal in order; a torn last line is left out."""
     with path.open("rb") as lines:

@@ -12,6 +12,7 @@ from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
 from keepstep.store.catalog import checkpoints_in
+from keepstep.store.ranks import first
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
@@ -23,12 +24,17 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     """Make `state` the one to continue from; a fresh folder leaves it as it is."""
     run.position = state
     run.identity.update({f"data.{name}": value for name, value in task.identity.items()})
-    choice = _choice(run)
+    choice = first(run.group.ranks, lambda: _choice(run))
     run.environment[_ON_RESUME] = run.config.checkpoint.on_resume
-    restored = run.store.restore(choice, must_match=run.identity, run_id=run.recorded_run_id)
+    restored = run.store.restore(
+        choice, must_match=run.identity, run_id=run.recorded_run_id, like=state.like
+    )
     changes = _load(restored, state, run) if restored is not None else []
     counters = state.counters
-    gone = run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed)
+    gone = first(
+        run.group.ranks,
+        lambda: run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed),
+    )
     run.begin()
     _tell(restored, run, taken_back=gone)
     for change in changes:

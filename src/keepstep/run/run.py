@@ -7,6 +7,7 @@ Invariants:
 4. While a session lives `outcome.json` says *running*: a kill never leaves an older ending there.
 """
 
+import gc
 import json
 import os
 import time
@@ -18,11 +19,12 @@ from keepstep.config.quantities import bytes_text
 from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, run_folder
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
+from keepstep.distributed.mesh import lay_out
 from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
-from keepstep.run.journal import Journal
+from keepstep.run.journal import Journal, SilentJournal
 from keepstep.run.outcome import Ending, Outcome, ending_of
 from keepstep.run.policy import SaveDue
 from keepstep.run.stop import StopRequests
@@ -38,6 +40,9 @@ from keepstep.store.layout import (
     RUN_TOML_NAME,
 )
 from keepstep.store.lock import FolderLock
+from keepstep.store.manifest import digest_of
+from keepstep.store.plain import decode, encode
+from keepstep.store.ranks import first
 from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
@@ -59,10 +64,17 @@ class Run:
         self.group = group
         self.folder = run_folder(config)
         self.device = choose_device(config.train.device, group)
-        self.hooks = Hooks([*hooks, *load_hooks(config.run.hooks)])
+        self.layout = lay_out(
+            config.distributed,
+            rank=group.rank,
+            world_size=group.world_size,
+            device=self.device.type,
+        )
+        self.hooks = Hooks([*hooks, *load_hooks(config.run.hooks)], is_first=group.is_first)
         self.identity = must_match(config)
         self.disk = Disk()
-        self.journal = Journal(self.folder / JOURNAL_NAME, disk=self.disk)
+        journal = Journal if group.is_first else SilentJournal
+        self.journal: Journal = journal(self.folder / JOURNAL_NAME, disk=self.disk)
         self.lock = FolderLock(self.folder / LOCK_NAME)
         self.store: Store = self._make_store()
         self.environment = describe_environment(self.device)
@@ -82,6 +94,8 @@ class Run:
         return Store(
             folder,
             lock=self.lock if inside else None,
+            ranks=self.group.ranks,
+            mesh=self.layout.sizes,
             keep_last_n=config.keep_last_n,
             keep_best_n=config.keep_best_n,
             keep_every=config.keep_every,
@@ -91,6 +105,15 @@ class Run:
             disk=self.disk,
             on_event=self._on_store_event,
         )
+
+    def let_go(self) -> None:
+        """Let go of the folder, and of what must not outlive the process group."""
+        self.journal.close()
+        self.lock.release()
+        if self.position is not None and self.group.world_size > 1:
+            # FSDP's hooks and buffers hold the group; freed after it, they abort the process.
+            self.position.release()
+            gc.collect()
 
     def request_stop(self, reason: str) -> None:
         """Ask for a stop at the end of this step, on every rank."""
@@ -107,10 +130,13 @@ class Run:
 
     def begin(self) -> None:
         """Make the folder this session's own: the identity is known to be right."""
+        first(self.group.ranks, self._begin_folder)
+        self.begun = True
+
+    def _begin_folder(self) -> None:
         for name in sweep(self.folder, self.disk):
             self._on_store_event("swept", name=name)
         self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
-        self.begun = True
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
 
@@ -119,9 +145,11 @@ class Run:
         counters = state.counters
         milestone = counters.save_owed == SaveDue.MILESTONE
         counters.save_owed = SaveDue.NO.value
+        self.group.health.phase = f"the save of step {counters.step}"
         self.save_requested = False
         self.journal.sync()
-        captured = {**state.capture(), "hooks": self.hooks.state()}
+        hooks = first(self.group.ranks, lambda: encode(self.hooks.state(), path="state.hooks"))
+        captured = {**state.capture(), "hooks": decode(hooks)}
         saved = self.store.save(
             captured,
             step=counters.step,
@@ -156,6 +184,7 @@ class Run:
 
     def close(self, outcome: Outcome) -> None:
         """Write down how the run ended and tell the hooks; the file comes last."""
+        self.group.health.phase = "the end"
         self.journal.write("outcome", **outcome.as_data())
         if not self._ending_told:
             # A hook that fails here ends the run as failed: it is not asked a second time.
@@ -163,8 +192,11 @@ class Run:
             self.hooks.call("on_run_end", self, outcome)
         self._write_outcome(outcome.as_data())
 
-    def read_run_id(self) -> None:
-        """Learn which run the last session in this folder was, if there was one."""
+    def take_folder(self) -> str | None:
+        """Hold the folder; return which run the last session in it was, if there was one."""
+        _require_one_place(self)
+        self.disk.make_folders(self.folder)
+        self.lock.acquire()
         path = self.folder / OUTCOME_NAME
         if path.is_file():
             try:
@@ -172,11 +204,14 @@ class Run:
             except ValueError as error:
                 # It is written atomically, so this is damage from outside; checkpoints decide.
                 self.notice("run", f"{path} is not JSON ({error}); it is written anew")
-                return
+                return None
             run_id = found.get("run_id") if isinstance(found, dict) else None
-            self.recorded_run_id = run_id if isinstance(run_id, str) else None
+            return run_id if isinstance(run_id, str) else None
+        return None
 
     def _write_outcome(self, data: dict[str, Any]) -> None:
+        if not self.group.is_first:
+            return
         # Before the run has begun, the checkpoints here are not known to be this session's.
         run_id = self.store.run_id if self.begun else self.recorded_run_id
         text = json.dumps({**data, "run_id": run_id}, indent=2) + "\n"
@@ -198,22 +233,38 @@ class Run:
 @contextmanager
 def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> Iterator[Run]:
     """Hold the run's folder; an exception inside becomes an outcome and goes on its way."""
-    group = open_group()
-    if config.train.deterministic:
-        make_deterministic()
-    run = Run(config, stop=stop, group=group, hooks=hooks)
-    _require_one_place(run)
-    run.disk.make_folders(run.folder)
-    with run.lock, run.store:
+    with open_group(config.distributed, device=config.train.device) as group:
+        if config.train.deterministic:
+            make_deterministic()
+        run: Run | None = None
         try:
-            run.read_run_id()
-            yield run
+            run = Run(config, stop=stop, group=group, hooks=hooks)
+            _require_one_config(run)
+            run.recorded_run_id = first(group.ranks, run.take_folder)
+            with run.store:
+                yield run
         except BaseException as error:
-            if run.begun or isinstance(error, CheckpointDamaged):
-                _close_after(error, run)
-            raise
+            cause = group.health.explain(error)
+            group.health.report(cause, ending_of(cause)[1])
+            if run is not None and (run.begun or isinstance(cause, CheckpointDamaged)):
+                _close_after(cause, run)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
-            run.journal.close()
+            if run is not None:
+                run.let_go()
+
+
+def _require_one_config(run: Run) -> None:
+    """Refuse ranks that were started with different configs."""
+    digests = run.group.ranks.gather(digest_of(dump_toml(run.config).encode()))
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise UsageError(
+            f"ranks {differing} were started with another config than rank 0",
+            hint="Start all ranks with the same command and the same files.",
+        )
 
 
 def _require_one_place(run: Run) -> None:

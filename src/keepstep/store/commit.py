@@ -11,10 +11,11 @@ names may be missing after a power cut although a later rename survived.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepstep.errors import KeepstepError
 from keepstep.store.catalog import look_at
 from keepstep.store.disk import Disk
 from keepstep.store.layout import (
@@ -27,7 +28,14 @@ from keepstep.store.layout import (
     step_name,
     trash_name,
 )
-from keepstep.store.manifest import Best, Manifest, to_bytes
+from keepstep.store.manifest import (
+    Best,
+    Manifest,
+    file_from_data,
+    tensor_from_data,
+    to_bytes,
+)
+from keepstep.store.ranks import Ranks, first, together
 
 if TYPE_CHECKING:
     from keepstep.store.tensors import Snapshot
@@ -50,6 +58,7 @@ class Facts:
     metrics: dict[str, float]
     best: Best | None
     milestone: bool
+    mesh: dict[str, int]
 
 
 def commit(
@@ -58,36 +67,87 @@ def commit(
     *,
     folder: Path,
     disk: Disk,
+    ranks: Ranks,
     on_event: Callable[..., None],
 ) -> tuple[Manifest, bool]:
     """Make one attempt to commit; return the manifest, and whether it is a new one.
 
-    An OSError leaves no trace but, at worst, a staging folder that the next session sweeps away.
+    Every rank writes its own file; the first one commits. An error of any rank is raised on all;
+    it leaves no trace but, at worst, a staging folder that the next session sweeps away. On other
+    ranks than the first the manifest holds no files, tensors and plain state.
     """
-    staging = folder / staging_name(facts.step)
-    final = folder / step_name(facts.step)
+    staging = folder / first(ranks, lambda: _begin(folder, facts, disk))
+    made: list[Manifest] = []
+
+    def make_visible() -> dict[str, Any]:
+        manifest, told = _make_visible(snapshot, facts, written, staging, disk)
+        made.append(manifest)
+        return told
+
     try:
-        disk.make_folder(staging)
-        manifest = _write(snapshot, facts, staging, disk)
+        written = together(ranks, lambda: _write(snapshot, staging, ranks, disk))
+        _require_alike(written)
         on_event("written", step=facts.step)
-        standing = look_at(final)
-        if standing.manifest is not None and _is_same(standing.manifest, manifest):
-            disk.remove_tree(staging)
-            disk.sync_folder(folder)
-            return standing.manifest, False
-        replaces = final.is_symlink() or final.exists()
-        if replaces:
-            disk.exchange(staging, final)
-        else:
-            disk.rename(staging, final)
-        _sync_or_take_back(staging, final, replaces=replaces, disk=disk)
+        told = first(ranks, make_visible)
     except BaseException as error:
-        disk.discard(staging, because=error)
+        if ranks.rank == 0:
+            disk.discard(staging, because=error)
         raise
+    if told["replaces"]:
+        name = step_name(facts.step)
+        new_name = first(ranks, lambda: set_aside(staging, disk=disk, name=name))
+        on_event("set_aside", name=name, new_name=new_name)
+    if ranks.rank == 0:
+        return made[0], told["new"]
+    return _manifest(facts, told, files=(), tensors=(), plain=None), told["new"]
+
+
+def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
+    staging = folder / staging_name(facts.step)
+    disk.make_folder(staging)
+    return staging.name
+
+
+def _require_alike(written: list[dict[str, Any]]) -> None:
+    """Raise where the ranks do not save the same state: a part of it would be another's."""
+    differing = [n for n, one in enumerate(written) if one["state"] != written[0]["state"]]
+    if differing:
+        raise KeepstepError(
+            f"ranks {differing} hold another plain state, or other tensors, than rank 0",
+            hint="Everything but the shards of tensors must be the same on all ranks.",
+        )
+
+
+def _make_visible(
+    snapshot: "Snapshot", facts: Facts, written: list[dict[str, Any]], staging: Path, disk: Disk
+) -> tuple[Manifest, dict[str, Any]]:
+    """Commit what all ranks have written; return the manifest and what the other ranks hear."""
+    from keepstep.store.tensors import merge
+
+    final = staging.parent / step_name(facts.step)
+    told = {"time": time.time(), "world_size": len(written), "sequence": facts.sequence}
+    manifest = _manifest(
+        facts,
+        told,
+        files=[file_from_data(one["file"]) for one in written if one["file"] is not None],
+        tensors=merge(tensor_from_data(entry) for one in written for entry in one["tensors"]),
+        plain=snapshot.plain,
+    )
+    disk.sync_folder(staging)
+    disk.replace_file(staging / MANIFEST_NAME, to_bytes(manifest))
+    standing = look_at(final).manifest
+    if standing is not None and _is_same(standing, manifest):
+        disk.remove_tree(staging)
+        disk.sync_folder(staging.parent)
+        there = {"time": standing.time, "sequence": standing.sequence}
+        return standing, {**told, **there, "new": False, "replaces": False}
+    replaces = final.is_symlink() or final.exists()
     if replaces:
-        new_name = set_aside(staging, disk=disk, name=final.name)
-        on_event("set_aside", name=final.name, new_name=new_name)
-    return manifest, True
+        disk.exchange(staging, final)
+    else:
+        disk.rename(staging, final)
+    _sync_or_take_back(staging, final, replaces=replaces, disk=disk)
+    return manifest, {**told, "new": True, "replaces": replaces}
 
 
 def _sync_or_take_back(staging: Path, final: Path, *, replaces: bool, disk: Disk) -> None:
@@ -139,23 +199,32 @@ def delete(path: Path, *, disk: Disk) -> None:
     disk.remove_tree(trash)
 
 
-def _write(snapshot: "Snapshot", facts: Facts, staging: Path, disk: Disk) -> Manifest:
+def _write(snapshot: "Snapshot", staging: Path, ranks: Ranks, disk: Disk) -> dict[str, Any]:
+    """Write this rank's file, durably; return what the first rank needs to know of it."""
     from keepstep.store.tensors import write_tensors
 
-    file, tensors = write_tensors(snapshot, staging, file_name=data_name(0), disk=disk)
-    manifest = Manifest(
-        **{name: getattr(facts, name) for name in facts.__dataclass_fields__},
-        time=time.time(),
-        world_size=1,
-        mesh={},
+    found: dict[str, Any] = {"file": None, "tensors": [], "state": snapshot.digest()}
+    if snapshot.written or ranks.rank == 0:
+        name = data_name(ranks.rank)
+        file, tensors = write_tensors(snapshot, staging, file_name=name, disk=disk)
+        found["file"] = asdict(file)
+        found["tensors"] = [asdict(entry) for entry in tensors]
+    return found
+
+
+def _manifest(
+    facts: Facts, told: dict[str, Any], *, files: Any, tensors: Any, plain: Any
+) -> Manifest:
+    known = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+    return Manifest(
+        **{**known, "sequence": told["sequence"]},
+        time=told["time"],
+        world_size=told["world_size"],
         commit_method="rename",
-        files=(file,),
-        tensors=tensors,
-        plain=snapshot.plain,
+        files=tuple(files),
+        tensors=tuple(tensors),
+        plain=plain,
     )
-    disk.sync_folder(staging)
-    disk.replace_file(staging / MANIFEST_NAME, to_bytes(manifest))
-    return manifest
 
 
 def _is_same(standing: Manifest, new: Manifest) -> bool:

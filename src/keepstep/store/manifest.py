@@ -187,26 +187,25 @@ def _from_data(data: dict[str, Any]) -> Manifest:
             **data,
             "metrics": {name: float(value) for name, value in data["metrics"].items()},
             "best": None if best is None else Best(**best),
-            "files": tuple(FileEntry(**entry) for entry in data["files"]),
-            "tensors": tuple(
-                TensorEntry(
-                    name=entry["name"],
-                    dtype=entry["dtype"],
-                    shape=tuple(entry["shape"]),
-                    pieces=tuple(
-                        Piece(
-                            **{
-                                **piece,
-                                "offset": tuple(piece["offset"]),
-                                "shape": tuple(piece["shape"]),
-                            }
-                        )
-                        for piece in entry["pieces"]
-                    ),
-                )
-                for entry in data["tensors"]
-            ),
+            "files": tuple(file_from_data(entry) for entry in data["files"]),
+            "tensors": tuple(tensor_from_data(entry) for entry in data["tensors"]),
         }
+    )
+
+
+def file_from_data(data: dict[str, Any]) -> FileEntry:
+    """Return a file's entry as `asdict` and JSON gave it."""
+    return FileEntry(**data)
+
+
+def tensor_from_data(data: dict[str, Any]) -> TensorEntry:
+    """Return a tensor's entry as `asdict` and JSON gave it."""
+    pieces = [
+        Piece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
+        for piece in data["pieces"]
+    ]
+    return TensorEntry(
+        name=data["name"], dtype=data["dtype"], shape=tuple(data["shape"]), pieces=tuple(pieces)
     )
 
 

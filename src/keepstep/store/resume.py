@@ -4,14 +4,15 @@ Guarantees: the newest by the order of commits whose every byte is right; what i
 named with its fault; where something is there and nothing is whole, nothing is chosen.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.errors import CheckpointDamaged, NotFound, OtherRun
-from keepstep.store.catalog import Checkpoint
+from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun
+from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.manifest import Manifest
+from keepstep.store.ranks import Ranks, first
 
 _NOTHING = "(nothing)"
 
@@ -35,12 +36,44 @@ class Restored:
     set_aside: tuple[str, ...]
 
 
-def choose(
-    found: Sequence[Checkpoint], *, step: int | None
-) -> tuple[Manifest, dict[str, Any], tuple[Skipped, ...]]:
-    """Return the manifest and the verified state of the newest whole checkpoint, or of `step`."""
-    from keepstep.store.tensors import read_state
+def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
+    """Return the checkpoints in the order of their commits, as the first rank finds them.
 
+    Raises where another rank sees something else under these names: the folder is not shared, or
+    its host has not heard of the newest yet.
+    """
+    if ranks.size == 1:
+        return checkpoints_in(folder)
+    names: list[str] = first(ranks, lambda: [entry.name for entry in checkpoints_in(folder)])
+    found = [look_at(folder / name) for name in names]
+    seen = [
+        [entry.manifest.run_id, entry.manifest.sequence, entry.manifest.content_digest()]
+        if entry.manifest is not None
+        else None
+        for entry in found
+    ]
+    views = ranks.gather(seen)
+    for rank, view in enumerate(views):
+        differing = [name for name, a, b in zip(names, views[0], view, strict=True) if a != b]
+        if differing:
+            raise KeepstepError(
+                f"rank {rank} does not see the same as rank 0 in {folder}: {', '.join(differing)}",
+                hint="All ranks need the same folder: put it on a shared file system.",
+            )
+    return found
+
+
+def choose(
+    found: Sequence[Checkpoint],
+    *,
+    step: int | None,
+    ranks: Ranks,
+    read: Callable[[Path, Manifest], dict[str, Any]],
+) -> tuple[Manifest, dict[str, Any], tuple[Skipped, ...]]:
+    """Return the manifest and the verified state of the newest whole checkpoint, or of `step`.
+
+    ``read`` reads what this rank needs; a checkpoint is whole where every rank can.
+    """
     wanted = [entry for entry in found if step is None or entry.step == step]
     if not wanted:
         names = ", ".join(entry.name for entry in found)
@@ -51,10 +84,11 @@ def choose(
         if entry.manifest is None:
             skipped.append(Skipped(name=entry.name, fault=entry.fault))
         elif whole is None:
-            try:
-                whole = entry.manifest, read_state(entry.path, entry.manifest)
-            except (CheckpointDamaged, OSError) as error:
-                skipped.append(Skipped(name=entry.name, fault=str(error)))
+            state, fault = _read_together(entry, ranks, read)
+            if fault:
+                skipped.append(Skipped(name=entry.name, fault=fault))
+            else:
+                whole = entry.manifest, state
     if whole is None:
         faults = "\n".join(f"  {item.name}: {item.fault}" for item in skipped)
         raise CheckpointDamaged(
@@ -62,6 +96,20 @@ def choose(
             hint="No checkpoint was changed. Mend or restore one, or start in a new folder.",
         )
     return *whole, tuple(skipped)
+
+
+def _read_together(
+    entry: Checkpoint, ranks: Ranks, read: Callable[[Path, Manifest], dict[str, Any]]
+) -> tuple[dict[str, Any], str]:
+    """Return the state, or the fault that any rank found."""
+    assert entry.manifest is not None, "only a checkpoint with a manifest is read"
+    state: dict[str, Any] = {}
+    fault = ""
+    try:
+        state = read(entry.path, entry.manifest)
+    except (CheckpointDamaged, OSError) as error:
+        fault = str(error)
+    return state, next(filter(None, ranks.gather(fault)), "")
 
 
 def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
 from keepstep.store import commit
@@ -30,9 +30,19 @@ from keepstep.store.disk import Disk
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Manifest, fingerprint_of
-from keepstep.store.resume import Restored, check_identity, check_one_run, choose
+from keepstep.store.ranks import OneRank, Ranks, first, together
+from keepstep.store.resume import (
+    Restored,
+    check_identity,
+    check_one_run,
+    choose,
+    look_together,
+)
 from keepstep.store.retention import Retention, reasons_to_keep
 from keepstep.store.sweep import sweep
+
+if TYPE_CHECKING:
+    from keepstep.store.tensors import Snapshot
 
 _BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
 
@@ -59,6 +69,7 @@ class Saved:
 class Store:
     """The checkpoints of one run, in `folder`; open it for a session with `with` or `open`.
 
+    With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
     deleted, housekeeping_failed.
@@ -75,6 +86,8 @@ class Store:
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
         lock: FolderLock | None = None,
+        ranks: Ranks | None = None,
+        mesh: Mapping[str, int] | None = None,
         disk: Disk | None = None,
         on_event: Callable[..., None] = _ignore,
     ) -> None:
@@ -85,6 +98,8 @@ class Store:
         self.run_id = secrets.token_hex(8)
         self.newest: Manifest | None = None
         self._disk = disk if disk is not None else Disk()
+        self._ranks: Ranks = ranks if ranks is not None else OneRank()
+        self._mesh = mesh if mesh is not None else {}
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._best = BestSoFar(metric=best_metric, mode=best_mode)
@@ -104,17 +119,13 @@ class Store:
         """Hold the folder; Locked if it is in use. Nothing in it is changed yet."""
         if self._open:
             return
-        self._disk.make_folders(self.folder)
-        if self._shared_lock is None:
-            self._lock.acquire()
+        self._next_sequence = first(self._ranks, self._hold_folder)
         self._open = True
         self._ready_to_save = False
-        found = checkpoints_in(self.folder, aside=True)
-        self._next_sequence = 1 + max((c.manifest.sequence for c in found if c.manifest), default=0)
 
     def close(self) -> None:
         """Let the folder go."""
-        if self._open and self._shared_lock is None:
+        if self._open and self._shared_lock is None and self._ranks.rank == 0:
             self._lock.release()
         self._open = False
 
@@ -138,6 +149,7 @@ class Store:
         *,
         must_match: Mapping[str, Any] | None = None,
         run_id: str | None = None,
+        like: Callable[[str, tuple[int, ...]], Any] | None = None,
     ) -> Restored | None:
         """Return the state to continue from, every byte verified; None where nothing is there.
 
@@ -147,9 +159,19 @@ class Store:
         Raises CheckpointDamaged where none is whole, OtherRun where `must_match` or `run_id` (of
         an earlier session, if known) differs, NotFound for a step that is not there, UsageError
         for "fresh" in a folder that holds checkpoints.
+
+        ``like(name, shape)``: the tensor like which a saved one is to be sharded, or None for a
+        whole one. Each rank reads its own regions only.
         """
+        from keepstep.store.shards import place_like
+        from keepstep.store.tensors import read_state
+
+        def place_of(name: str, shape: tuple[int, ...]) -> Any:
+            model = like(name, shape) if like is not None else None
+            return place_like(model) if model is not None else None
+
         self.open()
-        found = checkpoints_in(self.folder)
+        found = look_together(self.folder, self._ranks)
         if not found:
             if isinstance(choice, int):
                 raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
@@ -160,24 +182,28 @@ class Store:
                 f"{self.folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
                 hint="Choose a new folder, or move the checkpoints away.",
             )
-        chosen = choose(found, step=choice if isinstance(choice, int) else None)
-        manifest, state, skipped = chosen
+        manifest, state, skipped = choose(
+            found,
+            step=choice if isinstance(choice, int) else None,
+            ranks=self._ranks,
+            read=lambda path, manifest: read_state(path, manifest, place_of=place_of),
+        )
         check_one_run(found, folder=self.folder, run_id=run_id)
-        check_identity(manifest, must_match, folder=self.folder)
+        together(self._ranks, lambda: check_identity(manifest, must_match, folder=self.folder))
         self._make_ready_to_save()
         self.run_id = manifest.run_id
         self.newest = manifest
         self._resumed_from = manifest.sequence
-        set_aside = self._set_aside_others(found, manifest)
-        remaining = [c.manifest for c in checkpoints_in(self.folder) if c.manifest is not None]
-        self._best.restore(manifest, remaining)
-        self._point_links()
+        set_aside = first(self._ranks, lambda: self._set_aside_others(found, manifest))
+        kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
+        self._best.restore(manifest, kept)
+        first(self._ranks, self._point_links)
         return Restored(
             path=self.folder / step_name(manifest.step),
             manifest=manifest,
             state=state,
             skipped=skipped,
-            set_aside=set_aside,
+            set_aside=tuple(set_aside),
         )
 
     def save(
@@ -203,14 +229,16 @@ class Store:
 
         self.open()
         if not self._ready_to_save:
-            if checkpoints_in(self.folder):
+            if first(self._ranks, lambda: len(checkpoints_in(self.folder))):
                 raise UsageError(
                     f"{self.folder} holds checkpoints, and this session has not looked at them",
                     hint="Call restore() before the first save, or choose an empty folder.",
                 )
             self._make_ready_to_save()
         started = time.monotonic()
-        snapshot = take_apart(state)
+        taken: list[Snapshot] = []
+        together(self._ranks, lambda: taken.append(take_apart(state, self._ranks)))
+        snapshot = taken[0]
         self._on_event("snapshot", step=step)
         sequence = self._next_sequence
         measured = dict(metrics or {})
@@ -228,6 +256,7 @@ class Store:
             metrics=measured,
             best=self._best.after(measured, sequence=sequence, step=step),
             milestone=milestone,
+            mesh=dict(self._mesh),
         )
         manifest, new = self._commit_with_retries(snapshot, facts)
         seconds = time.monotonic() - started
@@ -241,7 +270,8 @@ class Store:
             self._on_event("committed", manifest=manifest, path=saved.path, seconds=seconds)
         elif measured:
             self._best.best = self._best.after(measured, sequence=manifest.sequence, step=step)
-        self._after_commit()
+        if self._ranks.rank == 0:
+            self._after_commit()
         return saved
 
     def would_be_best(self, metrics: Mapping[str, float]) -> bool:
@@ -254,12 +284,10 @@ class Store:
         The checkpoint is not modified; the next manifest records it. Returns whether it is the
         best now.
         """
-        entry = look_at(self.folder / step_name(step))
-        if entry.manifest is None:
-            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
         before = self._best.best
-        self._best.best = self._best.after(metrics, sequence=entry.manifest.sequence, step=step)
-        self._point_links()
+        sequence = first(self._ranks, lambda: self._sequence_of(step))
+        self._best.best = self._best.after(metrics, sequence=sequence, step=step)
+        first(self._ranks, self._point_links)
         return self._best.best != before
 
     def fence(self) -> None:
@@ -269,18 +297,38 @@ class Store:
         """Finish what is being written; True if nothing is left. Synchronous saves leave none."""
         return deadline_seconds >= 0
 
+    def _hold_folder(self) -> int:
+        """Hold the folder for all ranks; return the next sequence number."""
+        self._disk.make_folders(self.folder)
+        if self._shared_lock is None:
+            self._lock.acquire()
+        found = checkpoints_in(self.folder, aside=True)
+        return 1 + max((entry.manifest.sequence for entry in found if entry.manifest), default=0)
+
     def _make_ready_to_save(self) -> None:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""
         if not self._ready_to_save:
-            for name in sweep(self.folder, self._disk):
+            for name in first(self._ranks, lambda: sweep(self.folder, self._disk)):
                 self._on_event("swept", name=name)
+            self.run_id = first(self._ranks, lambda: self.run_id)
             self._ready_to_save = True
+
+    def _sequence_of(self, step: int) -> int:
+        entry = look_at(self.folder / step_name(step))
+        if entry.manifest is None:
+            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
+        return entry.manifest.sequence
 
     def _commit_with_retries(self, snapshot: Any, facts: commit.Facts) -> tuple[Manifest, bool]:
         for attempt in range(self._save_retries + 1):
             try:
                 return commit.commit(
-                    snapshot, facts, folder=self.folder, disk=self._disk, on_event=self._on_event
+                    snapshot,
+                    facts,
+                    folder=self.folder,
+                    disk=self._disk,
+                    ranks=self._ranks,
+                    on_event=self._on_event,
                 )
             except OSError as error:
                 if attempt == self._save_retries:
@@ -301,7 +349,7 @@ class Store:
             hint=hint,
         )
 
-    def _set_aside_others(self, found: list[Checkpoint], manifest: Manifest) -> tuple[str, ...]:
+    def _set_aside_others(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
         """Move aside what the chosen checkpoint does not follow from: damaged, or later."""
         others = [
             entry
@@ -312,7 +360,7 @@ class Store:
         for entry in others:
             new_name = commit.set_aside(entry.path, disk=self._disk)
             self._on_event("set_aside", name=entry.name, new_name=new_name)
-        return tuple(entry.name for entry in others)
+        return [entry.name for entry in others]
 
     def _after_commit(self) -> None:
         """Point the links and delete what has no reason to stay; roles are looked at again here.

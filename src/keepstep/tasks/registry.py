@@ -1,7 +1,8 @@
 """Tasks by name: entry points of the group `keepstep.tasks`, so that one can live anywhere.
 
-An entry point is a module with `CONFIG` (the config class), `build(config)` (which may import
-torch) and, if it has any, `check(config)` (which may not). Importing the module must stay light.
+An entry point is a module with `CONFIG` (the config class), `build(config, share)` (which may
+import torch) and, if it has any, `check(config)` (which may not). Importing the module must stay
+light.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from keepstep.config.schema import Config
 from keepstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keepstep.tasks.task import Task
+    from keepstep.tasks.task import DataShare, Task
 
 _GROUP = "keepstep.tasks"
 
@@ -31,9 +32,9 @@ def config_class(task: str) -> type[Config]:
     return cast(type[Config], _module(task).CONFIG)
 
 
-def build_task(config: Config) -> "Task":
-    """Build the task that a config names."""
-    return cast("Task", _module(config.task).build(config))
+def build_task(config: Config, share: "DataShare") -> "Task":
+    """Build the task that a config names, for this rank's share of the data."""
+    return cast("Task", _module(config.task).build(config, share))
 
 
 def _checks(config: Config) -> Sequence[Problem]:

@@ -60,20 +60,23 @@ class Windows:
 
 
 class BatchDataset(Dataset[torch.Tensor | DataError]):
-    """The n-th batch behind a position, by n.
+    """The n-th batch behind a position, by n; batches begin `stride` samples after one another.
 
     An error is returned, not raised: a loader that raises buries it in a worker's traceback.
     """
 
-    def __init__(self, windows: Windows, *, seed: int, position: int, batch: int) -> None:
+    def __init__(
+        self, windows: Windows, *, seed: int, position: int, batch: int, stride: int
+    ) -> None:
         self._windows = windows
         self._seed = seed
         self._position = position
         self._batch = batch
+        self._stride = stride
 
     def __getitem__(self, number: int) -> torch.Tensor | DataError:
         """Return the samples of a batch, shape (batch, length + 1)."""
-        start = self._position + number * self._batch
+        start = self._position + number * self._stride
         positions = np.arange(start, start + self._batch, dtype=np.int64)
         try:
             return self._windows.take(sample_indices(self._seed, positions, len(self._windows)))
