@@ -103,7 +103,7 @@ class ScheduleConfig:
     cycles: int = 1
     """cosine_restarts: number of cycles."""
     damping: float = 1.0
-    """cosine_restarts: factor on each next cycle's height above the floor."""
+    """cosine_restarts: factor on the peak of each next cycle."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,13 @@ Without this a killed peer is a hang until a backend's timeout, and then an addr
 """
 
 import json
-import os
 import socket
 import threading
 import time
 from types import TracebackType
 from typing import Any, Self
 
+from keepstep.distributed.leave import leave
 from keepstep.errors import KeepstepError, Unhealthy
 
 _BEAT_SECONDS = 1.0
@@ -168,8 +168,7 @@ class Health(threading.Thread):
         error = as_error(self._verdict)
         if self._on_lost is not None:
             self._on_lost(error)
-        os.write(2, f"error: {error}; leaving at once. Checkpoints are whole.\n".encode())
-        os._exit(error.exit_code)
+        leave(error.exit_code, f"error: {error}\nLeaving at once; checkpoints are whole.")
 
 
 def is_collective_failure(error: BaseException) -> bool:

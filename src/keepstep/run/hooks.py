@@ -56,6 +56,13 @@ class Hooks:
         self._hooks = [
             hook for hook in hooks if is_first or not getattr(hook, "first_rank_only", False)
         ]
+        names = [_name(hook) for hook in self._hooks if hasattr(hook, "state_dict")]
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(
+                    f"two hooks are a {name}; only one of them could get its saved state back",
+                    hint="Give each a class of its own, if only a subclass.",
+                )
 
     def call(self, method: str, *arguments: object) -> None:
         """Call `method` on each hook that has it."""

@@ -7,6 +7,7 @@ recorded in every checkpoint that follows from it.
 
 from typing import TYPE_CHECKING, Literal
 
+from keepstep.errors import NotFound
 from keepstep.run.environment import differences
 from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
@@ -29,6 +30,8 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     restored = run.store.restore(
         choice, must_match=run.identity, run_id=run.recorded_run_id, like=state.like
     )
+    if restored is None and choice != "fresh":
+        first(run.group.ranks, lambda: _require_nothing_saved(run))
     changes = _load(restored, state, run) if restored is not None else []
     counters = state.counters
     gone = first(
@@ -50,6 +53,18 @@ def _choice(run: Run) -> Literal["newest", "fresh"] | int:
     if whole and max(whole, key=lambda m: m.sequence).environment.get(_ON_RESUME) == wish:
         return "newest"
     return "fresh" if wish == "fresh" else int(wish)
+
+
+def _require_nothing_saved(run: Run) -> None:
+    """Refuse to start over where the journal tells of checkpoints that are not there."""
+    step = run.journal.tells_of_a_save()
+    if step is not None:
+        raise NotFound(
+            f"the journal in {run.folder} tells of a checkpoint of step {step:,}, and"
+            f" {run.store.folder} holds none",
+            hint="Is it mounted, and the folder that you mean? To start over all the same, use"
+            " --checkpoint.on_resume=fresh.",
+        )
 
 
 def _load(restored: Restored, state: TrainingState, run: Run) -> list[str]:

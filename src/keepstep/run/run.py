@@ -20,7 +20,7 @@ from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, r
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
-from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
+from keepstep.errors import CheckpointDamaged, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
@@ -90,10 +90,10 @@ class Run:
     def _make_store(self) -> Store:
         config = self.config.checkpoint
         folder = checkpoint_folder(self.config)
-        inside = folder.resolve().is_relative_to(self.folder.resolve())
         return Store(
             folder,
-            lock=self.lock if inside else None,
+            # Any other way into this folder asks for this very lock.
+            lock=self.lock if folder.resolve() == self.folder.resolve() else None,
             ranks=self.group.ranks,
             mesh=self.layout.sizes,
             keep_last_n=config.keep_last_n,
@@ -134,8 +134,7 @@ class Run:
         self.begun = True
 
     def _begin_folder(self) -> None:
-        for name in sweep(self.folder, self.disk):
-            self._on_store_event("swept", name=name)
+        sweep(self.folder, self.disk, self._on_store_event)
         self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
@@ -185,12 +184,14 @@ class Run:
     def close(self, outcome: Outcome) -> None:
         """Write down how the run ended and tell the hooks; the file comes last."""
         self.group.health.phase = "the end"
-        self.journal.write("outcome", **outcome.as_data())
-        if not self._ending_told:
-            # A hook that fails here ends the run as failed: it is not asked a second time.
-            self._ending_told = True
-            self.hooks.call("on_run_end", self, outcome)
-        self._write_outcome(outcome.as_data())
+        try:
+            self.journal.write("outcome", **outcome.as_data())
+            if not self._ending_told:
+                # A hook that fails here ends the run as failed: it is not asked a second time.
+                self._ending_told = True
+                self.hooks.call("on_run_end", self, outcome)
+        finally:
+            self._write_outcome(outcome.as_data())
 
     def take_folder(self) -> str | None:
         """Hold the folder; return which run the last session in it was, if there was one."""
@@ -273,7 +274,7 @@ def _require_one_place(run: Run) -> None:
     Its newest checkpoint would be ignored, and one run would be split into two.
     """
     inner = run.folder / CHECKPOINTS_NAME
-    if run.store.folder == run.folder and checkpoints_in(inner):
+    if run.store.folder.resolve() == run.folder.resolve() and checkpoints_in(inner):
         raise UsageError(
             f"checkpoint.dir: {run.folder} is a run's folder; its checkpoints are in {inner}",
             hint=f"Use --run.dir={run.folder} to continue that run, or another folder.",
@@ -286,5 +287,6 @@ def _close_after(error: BaseException, run: Run) -> None:
     reason = f"{type(error).__name__}: {error}"
     try:
         run.close(run.outcome(ending, reason=reason, code=code))
-    except (OSError, KeepstepError) as second:
-        error.add_note(f"{OUTCOME_NAME} could not be written: {second}")
+    # Whatever fails now, a hook or the disk, must not take the place of what ended the run.
+    except Exception as second:
+        error.add_note(f"and while the run was closed: {type(second).__name__}: {second}")

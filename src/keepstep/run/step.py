@@ -44,6 +44,7 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
     """Take one step with `batch` and count it."""
     counters = state.counters
     seed_everything(run.config.run.seed, "step", run.layout.data_index, counters.step)
+    buffers = [(buffer, buffer.clone()) for buffer in _floating_buffers(state.model)]
     loss_sum = _backward(task, batch, state, run)
     gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
     norm_tensor = whole(get_total_norm(gradients))
@@ -66,6 +67,10 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
         run.store.fence()
         state.optimizer.step()
         counters.updates += 1
+    else:
+        # A running mean is updated in the forward pass, and would carry the nan from here on.
+        for buffer, before in buffers:
+            buffer.copy_(before)
     state.optimizer.zero_grad()
     counters.skips_in_a_row = counters.skips_in_a_row + 1 if agreed.nonfinite else 0
     counters.step += 1
@@ -85,6 +90,10 @@ def _backward(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> t
         torch.autograd.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def _floating_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def autocast(run: Run) -> contextlib.AbstractContextManager[Any]:

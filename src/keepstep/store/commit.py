@@ -11,13 +11,14 @@ names may be missing after a power cut although a later rename survived.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import KeepstepError
 from keepstep.store.catalog import look_at
 from keepstep.store.disk import Disk
+from keepstep.store.facts import Facts
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_NAME,
@@ -39,26 +40,6 @@ from keepstep.store.ranks import Ranks, first, together
 
 if TYPE_CHECKING:
     from keepstep.store.tensors import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a save knows besides the state; see `Manifest`."""
-
-    run_id: str
-    sequence: int
-    parent: int | None
-    step: int
-    updates: int
-    samples: int
-    tokens: int
-    must_match: dict[str, Any]
-    fingerprint: str
-    environment: dict[str, Any]
-    metrics: dict[str, float]
-    best: Best | None
-    milestone: bool
-    mesh: dict[str, int]
 
 
 def commit(
@@ -93,10 +74,8 @@ def commit(
         if ranks.rank == 0:
             disk.discard(staging, because=error)
         raise
-    if told["replaces"]:
-        name = step_name(facts.step)
-        new_name = first(ranks, lambda: set_aside(staging, disk=disk, name=name))
-        on_event("set_aside", name=name, new_name=new_name)
+    if told["aside"]:
+        on_event("set_aside", name=step_name(facts.step), new_name=told["aside"])
     if ranks.rank == 0:
         return made[0], told["new"]
     return _manifest(facts, told, files=(), tensors=(), plain=None), told["new"]
@@ -125,7 +104,14 @@ def _make_visible(
     from keepstep.store.tensors import merge
 
     final = staging.parent / step_name(facts.step)
-    told = {"time": time.time(), "world_size": len(written), "sequence": facts.sequence}
+    told: dict[str, Any] = {
+        "time": time.time(),
+        "world_size": len(written),
+        "sequence": facts.sequence,
+        "best": None if facts.best is None else asdict(facts.best),
+        "new": True,
+        "aside": "",
+    }
     manifest = _manifest(
         facts,
         told,
@@ -139,30 +125,51 @@ def _make_visible(
     if standing is not None and _is_same(standing, manifest):
         disk.remove_tree(staging)
         disk.sync_folder(staging.parent)
-        there = {"time": standing.time, "sequence": standing.sequence}
-        return standing, {**told, **there, "new": False, "replaces": False}
-    replaces = final.is_symlink() or final.exists()
-    if replaces:
-        disk.exchange(staging, final)
+        best = None if standing.best is None else asdict(standing.best)
+        there = {"time": standing.time, "sequence": standing.sequence, "best": best}
+        return standing, {**told, **there, "new": False}
+    if final.is_symlink() or final.exists():
+        told["aside"] = _replace(staging, final, disk)
     else:
         disk.rename(staging, final)
-    _sync_or_take_back(staging, final, replaces=replaces, disk=disk)
-    return manifest, {**told, "new": True, "replaces": replaces}
+        _sync_or(lambda: disk.rename(final, staging), final.parent, disk)
+    return manifest, told
 
 
-def _sync_or_take_back(staging: Path, final: Path, *, replaces: bool, disk: Disk) -> None:
+def _replace(staging: Path, final: Path, disk: Disk) -> str:
+    """Commit in the place of another checkpoint, which is aside from the same instant on.
+
+    The new one goes to `aside/` first and is swapped from there: at no instant does the old one
+    have a name under which it could be swept away. Returns the old one's name there.
+    """
+    place = _free_aside(final, disk)
+    disk.rename(staging, place)
+    try:
+        disk.sync_folder(place.parent)
+        disk.exchange(place, final)
+    except OSError as error:
+        disk.discard(place, because=error)
+        raise
+    _sync_or(lambda: _swap_back(place, final, disk), final.parent, disk)
+    disk.sync_folder(place.parent)
+    return f"{ASIDE_NAME}/{place.name}"
+
+
+def _swap_back(place: Path, final: Path, disk: Disk) -> None:
+    disk.exchange(place, final)
+    disk.remove_tree(place)
+
+
+def _sync_or(take_back: Callable[[], None], folder: Path, disk: Disk) -> None:
     """Reach the commit point, or leave no checkpoint that was never known to be durable.
 
     A second sync of the folder could succeed without the rename being on disk, since the kernel
     reports a failed write once; so the next attempt must begin with files and names of its own.
     """
     try:
-        disk.sync_folder(final.parent)
+        disk.sync_folder(folder)
     except OSError:
-        if replaces:
-            disk.exchange(staging, final)
-        else:
-            disk.rename(final, staging)
+        take_back()
         raise
 
 
@@ -177,18 +184,24 @@ def point_links(folder: Path, *, latest: int | None, best: int | None, disk: Dis
             disk.remove_link(link)
 
 
-def set_aside(path: Path, *, disk: Disk, name: str = "") -> str:
-    """Move a checkpoint to `aside/`, durably, as `name` or its own; return its new name there."""
-    aside, name = path.parent / ASIDE_NAME, name or path.name
-    disk.make_folders(aside)
-    target, number = aside / name, 1
-    while target.is_symlink() or target.exists():
-        number += 1
-        target = aside / f"{name}.{number}"
+def set_aside(path: Path, *, disk: Disk) -> str:
+    """Move a checkpoint to `aside/`, durably; return its new name there."""
+    target = _free_aside(path, disk)
     disk.rename(path, target)
-    disk.sync_folder(aside)
+    disk.sync_folder(target.parent)
     disk.sync_folder(path.parent)
     return f"{ASIDE_NAME}/{target.name}"
+
+
+def _free_aside(path: Path, disk: Disk) -> Path:
+    """Return a path in `aside/` that nothing has yet: the name itself, or one with a number."""
+    aside = path.parent / ASIDE_NAME
+    disk.make_folders(aside)
+    target, number = aside / path.name, 1
+    while target.is_symlink() or target.exists():
+        number += 1
+        target = aside / f"{path.name}.{number}"
+    return target
 
 
 def delete(path: Path, *, disk: Disk) -> None:
@@ -216,8 +229,10 @@ def _manifest(
     facts: Facts, told: dict[str, Any], *, files: Any, tensors: Any, plain: Any
 ) -> Manifest:
     known = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+    known["sequence"] = told["sequence"]
+    known["best"] = None if told["best"] is None else Best(**told["best"])
     return Manifest(
-        **{**known, "sequence": told["sequence"]},
+        **known,
         time=told["time"],
         world_size=told["world_size"],
         commit_method="rename",

@@ -53,7 +53,7 @@ def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
     except Unhealthy:
         raise
     # Whatever it is, the others must hear of it before it goes on its way.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         own = error
     answers = ranks.gather({"result": result, "error": None if own is None else _told(own, ranks)})
     _raise_first([answer["error"] for answer in answers], own, ranks)

@@ -11,6 +11,8 @@ from typing import Any
 
 from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
+from keepstep.store.commit import set_aside
+from keepstep.store.disk import Disk
 from keepstep.store.manifest import Manifest
 from keepstep.store.ranks import Ranks, first
 
@@ -137,12 +139,12 @@ def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | No
 
 
 def check_identity(
-    manifest: Manifest, must_match: Mapping[str, Any] | None, *, folder: Path
+    found: Sequence[Checkpoint], must_match: Mapping[str, Any], *, folder: Path
 ) -> None:
-    """Raise OtherRun with the difference where the checkpoint belongs to another config."""
-    if must_match is None:
+    """Raise OtherRun with the difference where the newest checkpoint belongs to another config."""
+    saved = next((e.manifest.must_match for e in reversed(found) if e.manifest is not None), None)
+    if saved is None:
         return
-    saved = manifest.must_match
     differing = [
         f"  {name}: saved {saved.get(name, _NOTHING)!r}, now {must_match.get(name, _NOTHING)!r}"
         for name in sorted(set(saved) | set(must_match))
@@ -154,3 +156,18 @@ def check_identity(
             + "\n".join(differing),
             hint="Use the config that the run was started with, or a new run.dir.",
         )
+
+
+def set_aside_others(
+    found: Sequence[Checkpoint], chosen: Manifest, disk: Disk, on_event: Callable[..., None]
+) -> list[str]:
+    """Move aside what the chosen one does not follow from, damaged or later; return its names."""
+    others = [
+        entry
+        for entry in found
+        if entry.step != chosen.step
+        and (entry.manifest is None or entry.manifest.sequence > chosen.sequence)
+    ]
+    for entry in others:
+        on_event("set_aside", name=entry.name, new_name=set_aside(entry.path, disk=disk))
+    return [entry.name for entry in others]

@@ -17,7 +17,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -25,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
 from keepstep.store import commit
 from keepstep.store.best import BestSoFar
-from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
+from keepstep.store.catalog import checkpoints_in, look_at
 from keepstep.store.disk import Disk
+from keepstep.store.facts import Facts, Saved, count_of, metrics_of, table_of
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Manifest, fingerprint_of
@@ -37,6 +37,7 @@ from keepstep.store.resume import (
     check_one_run,
     choose,
     look_together,
+    set_aside_others,
 )
 from keepstep.store.retention import Retention, reasons_to_keep
 from keepstep.store.sweep import sweep
@@ -49,21 +50,6 @@ _BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
 
 def _ignore(_event: str, **_facts: Any) -> None:
     """Hear nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A committed checkpoint; `new` is False where it was there already, from this very state."""
-
-    path: Path
-    manifest: Manifest
-    new: bool
-    seconds: float
-
-    @property
-    def bytes(self) -> int:
-        """Size of all data files."""
-        return self.manifest.size
 
 
 class Store:
@@ -91,7 +77,7 @@ class Store:
         disk: Disk | None = None,
         on_event: Callable[..., None] = _ignore,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         self.policy = Retention(
             keep_last_n=keep_last_n, keep_best_n=keep_best_n, keep_every=keep_every
         )
@@ -106,7 +92,6 @@ class Store:
         self._save_retries = save_retries
         self._on_event = on_event
         self._next_sequence = 1
-        self._resumed_from: int | None = None
         self._ready_to_save = False
         self._open = False
 
@@ -182,19 +167,23 @@ class Store:
                 f"{self.folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
                 hint="Choose a new folder, or move the checkpoints away.",
             )
+        # Before gigabytes are read, and before anything is said about another run's checkpoints.
+        check_one_run(found, folder=self.folder, run_id=run_id)
+        if must_match is not None:
+            wanted = table_of("must_match", must_match)
+            together(self._ranks, lambda: check_identity(found, wanted, folder=self.folder))
         manifest, state, skipped = choose(
             found,
             step=choice if isinstance(choice, int) else None,
             ranks=self._ranks,
             read=lambda path, manifest: read_state(path, manifest, place_of=place_of),
         )
-        check_one_run(found, folder=self.folder, run_id=run_id)
-        together(self._ranks, lambda: check_identity(manifest, must_match, folder=self.folder))
         self._make_ready_to_save()
         self.run_id = manifest.run_id
         self.newest = manifest
-        self._resumed_from = manifest.sequence
-        set_aside = first(self._ranks, lambda: self._set_aside_others(found, manifest))
+        set_aside = first(
+            self._ranks, lambda: set_aside_others(found, manifest, self._disk, self._on_event)
+        )
         kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
         self._best.restore(manifest, kept)
         first(self._ranks, self._point_links)
@@ -228,6 +217,16 @@ class Store:
         from keepstep.store.tensors import take_apart
 
         self.open()
+        facts = self._facts(
+            step=count_of("step", step),
+            updates=count_of("updates", step if updates is None else updates),
+            samples=count_of("samples", samples),
+            tokens=count_of("tokens", tokens),
+            must_match=table_of("must_match", must_match),
+            environment=table_of("environment", environment),
+            metrics=metrics_of(metrics),
+            milestone=bool(milestone),
+        )
         if not self._ready_to_save:
             if first(self._ranks, lambda: len(checkpoints_in(self.folder))):
                 raise UsageError(
@@ -239,40 +238,49 @@ class Store:
         taken: list[Snapshot] = []
         together(self._ranks, lambda: taken.append(take_apart(state, self._ranks)))
         snapshot = taken[0]
+        first(self._ranks, self._lock.confirm)
         self._on_event("snapshot", step=step)
-        sequence = self._next_sequence
-        measured = dict(metrics or {})
-        facts = commit.Facts(
-            run_id=self.run_id,
-            sequence=sequence,
-            parent=self.newest.sequence if self.newest is not None else None,
-            step=step,
-            updates=step if updates is None else updates,
-            samples=samples,
-            tokens=tokens,
-            must_match=dict(must_match or {}),
-            fingerprint=fingerprint_of(must_match or {}),
-            environment=dict(environment or {}),
-            metrics=measured,
-            best=self._best.after(measured, sequence=sequence, step=step),
-            milestone=milestone,
-            mesh=dict(self._mesh),
-        )
         manifest, new = self._commit_with_retries(snapshot, facts)
-        seconds = time.monotonic() - started
         saved = Saved(
-            path=self.folder / step_name(step), manifest=manifest, new=new, seconds=seconds
+            path=self.folder / step_name(facts.step),
+            manifest=manifest,
+            new=new,
+            seconds=time.monotonic() - started,
         )
-        if new:
-            self._next_sequence = sequence + 1
-            self.newest = manifest
-            self._best.best = manifest.best
-            self._on_event("committed", manifest=manifest, path=saved.path, seconds=seconds)
-        elif measured:
-            self._best.best = self._best.after(measured, sequence=manifest.sequence, step=step)
+        self._adopt(saved, facts)
         if self._ranks.rank == 0:
             self._after_commit()
         return saved
+
+    def _facts(self, **given: Any) -> Facts:
+        sequence, newest = self._next_sequence, self.newest
+        return Facts(
+            **given,
+            run_id=self.run_id,
+            sequence=sequence,
+            parent=newest.sequence if newest is not None else None,
+            fingerprint=fingerprint_of(given["must_match"]),
+            best=self._best.after(given["metrics"], sequence=sequence, step=given["step"]),
+            mesh=dict(self._mesh),
+        )
+
+    def _adopt(self, saved: Saved, facts: Facts) -> None:
+        """Take what stands now for this session's newest, if it is.
+
+        It is also where an attempt had committed it and could not say so: its number must not be
+        given again, and its best is the best.
+        """
+        manifest = saved.manifest
+        newest = self.newest.sequence if self.newest is not None else 0
+        if manifest.sequence > newest:
+            self._next_sequence = max(self._next_sequence, manifest.sequence + 1)
+            self.newest = manifest
+            self._best.best = manifest.best
+            self._on_event("committed", manifest=manifest, path=saved.path, seconds=saved.seconds)
+        if not saved.new:
+            self._best.best = self._best.after(
+                facts.metrics, sequence=manifest.sequence, step=facts.step
+            )
 
     def would_be_best(self, metrics: Mapping[str, float]) -> bool:
         """Tell whether a checkpoint with these metrics would be the best so far."""
@@ -308,8 +316,7 @@ class Store:
     def _make_ready_to_save(self) -> None:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""
         if not self._ready_to_save:
-            for name in first(self._ranks, lambda: sweep(self.folder, self._disk)):
-                self._on_event("swept", name=name)
+            first(self._ranks, lambda: sweep(self.folder, self._disk, self._on_event))
             self.run_id = first(self._ranks, lambda: self.run_id)
             self._ready_to_save = True
 
@@ -319,7 +326,7 @@ class Store:
             raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
         return entry.manifest.sequence
 
-    def _commit_with_retries(self, snapshot: Any, facts: commit.Facts) -> tuple[Manifest, bool]:
+    def _commit_with_retries(self, snapshot: Any, facts: Facts) -> tuple[Manifest, bool]:
         for attempt in range(self._save_retries + 1):
             try:
                 return commit.commit(
@@ -349,38 +356,29 @@ class Store:
             hint=hint,
         )
 
-    def _set_aside_others(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
-        """Move aside what the chosen checkpoint does not follow from: damaged, or later."""
-        others = [
-            entry
-            for entry in found
-            if entry.step != manifest.step
-            and (entry.manifest is None or entry.manifest.sequence > manifest.sequence)
-        ]
-        for entry in others:
-            new_name = commit.set_aside(entry.path, disk=self._disk)
-            self._on_event("set_aside", name=entry.name, new_name=new_name)
-        return [entry.name for entry in others]
-
     def _after_commit(self) -> None:
         """Point the links and delete what has no reason to stay; roles are looked at again here.
 
         The checkpoint is committed: a failure here is told, and does not make the save a failure.
         """
+        self._point_links()
         try:
-            self._point_links()
             self._retain()
         except OSError as error:
             self._on_event("housekeeping_failed", error=str(error))
 
     def _point_links(self) -> None:
+        """Point `latest` and `best`; where that fails it is told: nothing but people needs them."""
         best = self._best.best
-        commit.point_links(
-            self.folder,
-            latest=self.newest.step if self.newest is not None else None,
-            best=best.step if best is not None else None,
-            disk=self._disk,
-        )
+        try:
+            commit.point_links(
+                self.folder,
+                latest=self.newest.step if self.newest is not None else None,
+                best=best.step if best is not None else None,
+                disk=self._disk,
+            )
+        except OSError as error:
+            self._on_event("housekeeping_failed", error=str(error))
 
     def _retain(self) -> None:
         entries = {
@@ -388,23 +386,13 @@ class Store:
             for entry in checkpoints_in(self.folder)
             if entry.manifest is not None
         }
+        self._lock.confirm()
         reasons = reasons_to_keep(
             [entry.manifest for entry in entries.values() if entry.manifest is not None],
             self.policy,
             best=self._best.best.sequence if self._best.best is not None else None,
-            protected=[self.newest.sequence] if self.newest is not None else [],
         )
         for sequence, kept_because in reasons.items():
             if not kept_because:
                 commit.delete(entries[sequence].path, disk=self._disk)
                 self._on_event("deleted", name=entries[sequence].name)
-
-
-def load_state(path: Path | str, *, only: str | None = None) -> dict[str, Any]:
-    """Return the state of one checkpoint's folder, verified; for reading, without a lock."""
-    from keepstep.store.tensors import read_state
-
-    entry = look_at(Path(path).resolve())
-    if entry.manifest is None:
-        raise CheckpointDamaged(f"{path}: {entry.fault}")
-    return read_state(entry.path, entry.manifest, only=only)

@@ -96,7 +96,8 @@ def take_apart(state: Mapping[str, Any], ranks: Ranks = _ONE_RANK) -> Snapshot:
 def _register(
     part: Part, path: str, parts: dict[str, Part], seen: dict[tuple[Any, ...], str]
 ) -> str:
-    tensor = part.local
+    # A conjugate or negative view shares its bytes with what it is a view of.
+    tensor = part.local.resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         raise UnsafeState(f"{path} is a tensor without plain dense bytes ({tensor.layout})")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
