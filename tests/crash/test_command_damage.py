@@ -144,12 +144,19 @@ def test_checkpoints_of_another_run_with_the_same_config_are_refused(config, unt
     assert digests(new, 10) == digests(untouched, 10)
 
 
-def test_checkpoints_that_were_all_removed_let_the_run_start_anew(config, untouched, tmp_path):
+def test_checkpoints_that_are_all_gone_are_missed_and_a_fresh_start_must_be_asked_for(
+    config, untouched, tmp_path
+):
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     for step in steps(run):
         shutil.rmtree(run / f"step_{step}")
     words = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0")
+    refused = keepstep(*words)
+    assert refused.returncode == 4, refused.stdout
+    assert "tells of a checkpoint of step 10" in refused.stdout
+    assert losses(run) == losses(untouched)
+    words = (*words, "--checkpoint.on_resume=fresh")
     first = keepstep(*words, "--train.max_steps=4")
     assert "no checkpoint here: starting at step 0" in first.stdout
     again = keepstep(*words)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.store import list_checkpoints
 from tests.helpers import hooks
 from tests.helpers.command import events, keepstep, link, losses, outcome, steps
 
@@ -30,7 +31,9 @@ def test_a_clean_finish_off_schedule_saves_exactly_once_at_the_end(config, tmp_p
     assert (tmp_path / "latest").resolve() == tmp_path / "step_10"
     assert link(tmp_path, "best") == "step_10"
     assert [event["step"] for event in events(tmp_path, "saved")] == [10]
-    assert outcome(tmp_path) == {
+    told = outcome(tmp_path)
+    assert told.pop("run_id") == list_checkpoints(tmp_path)[0].manifest.run_id
+    assert told == {
         "outcome": "finished",
         "code": 0,
         "step": 10,

@@ -3,7 +3,8 @@
 `KEEPSTEP_TEST_ACT` holds a JSON list of acts: {"when": ..., "step": n, "do": ...}. `when` is one of
 start, forward, evaluating, step, evaluated, snapshot, committed, end; `step` is the step that is
 being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
-GROUP_SIGTERM goes to the group), or one of nan, raise, unhealthy, stop, save.
+GROUP_SIGTERM goes to the group), or one of nan, raise, unhealthy, stop, save. With `rank` only
+that rank acts.
 """
 
 import json
@@ -43,7 +44,8 @@ class Act:
 
         def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
             wanted = any(
-                act["do"] == "nan" and act["step"] == counters.step + 1 for act in self.acts
+                act["do"] == "nan" and act["step"] == counters.step + 1 and _is_here(act, run)
+                for act in self.acts
             )
             return gradient * float("nan") if wanted else gradient
 
@@ -68,8 +70,12 @@ class Act:
 
     def _act(self, run: Any, when: str, step: int) -> None:
         for act in self.acts:
-            if act.get("when") == when and act["step"] == step:
+            if act.get("when") == when and act["step"] == step and _is_here(act, run):
                 _do(run, act["do"])
+
+
+def _is_here(act: dict[str, Any], run: Any) -> bool:
+    return act.get("rank", run.group.rank) == run.group.rank
 
 
 def _do(run: Any, what: str) -> None:

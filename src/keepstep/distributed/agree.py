@@ -12,9 +12,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from keepstep.distributed.health import Health
+from keepstep.distributed.health import Health, NoHealth
+from keepstep.errors import KeepstepError
 
 if TYPE_CHECKING:
     from keepstep.distributed.group import Group
@@ -50,11 +52,38 @@ def agree(group: "Group", facts: StepFacts) -> StepFacts:
 class TorchRanks:
     """The ranks of a torch process group (gloo) that exchanges small plain values."""
 
-    def __init__(self, process_group: Any, *, rank: int, size: int, health: Health) -> None:
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        rank: int,
+        size: int,
+        health: Health | NoHealth,
+        meet_seconds: float | None = None,
+    ) -> None:
+        """``meet_seconds``: how long `meet` waits for the others; None does not meet at all."""
         self.rank = rank
         self.size = size
         self._group = process_group
         self._health = health
+        self._meet_seconds = meet_seconds
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks are in `what`; KeepstepError names those that stay away."""
+        if self._meet_seconds is None:
+            return
+        import torch.distributed as dist
+
+        try:
+            dist.monitored_barrier(
+                self._group, timedelta(seconds=self._meet_seconds), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            raise KeepstepError(
+                f"rank {self.rank} waited {self._meet_seconds:g} s for the others in {what}:"
+                f" {error}",
+                hint="Save, restore and close on all ranks, and decide together when.",
+            ) from error
 
     def sum(self, values: list[float]) -> list[float]:
         """Return the sums over the ranks, in float64, the same bits on each."""
@@ -67,12 +96,15 @@ class TorchRanks:
         sums: list[float] = tensor.tolist()
         return sums
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's plain value, by rank, on every rank."""
+    def gather(self, value: Any, *, what: str) -> list[Any]:
+        """Return every rank's plain value, by rank, on every rank.
+
+        Raises KeepstepError on all where the ranks are not in the same exchange.
+        """
         import torch
         import torch.distributed as dist
 
-        text = json.dumps(value).encode()
+        text = json.dumps([what, value]).encode()
         length = torch.tensor([len(text)], dtype=torch.int64)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._lost_peers_named():
@@ -81,7 +113,15 @@ class TorchRanks:
             padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
             texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(texts, padded, group=self._group)
-        return [json.loads(item.numpy().tobytes()) for item in texts]
+        answers = [json.loads(item.numpy().tobytes()) for item in texts]
+        for rank, (place, _) in enumerate(answers):
+            if place != answers[0][0]:
+                raise KeepstepError(
+                    f"rank 0 is in {answers[0][0]!r}, rank {rank} in {place!r}: they do not do the"
+                    " same things in the same order",
+                    hint="Save, restore and close on all ranks, and decide together when.",
+                )
+        return [value for _, value in answers]
 
     @contextmanager
     def _lost_peers_named(self) -> Iterator[None]:

@@ -84,18 +84,37 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
             rank=rank, size=size, deadline_seconds=seconds(config.lost_after), store=_own_store()
         )
         talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
+        ranks = TorchRanks(talk, rank=rank, size=size, health=health)
         with health:
             yield Group(
                 rank=rank,
                 world_size=size,
                 local_rank=local_rank,
                 backend=backend,
-                ranks=TorchRanks(talk, rank=rank, size=size, health=health),
+                ranks=ranks,
                 health=health,
             )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
+    """Return the ranks of the process group that a loop of one's own has initialised.
+
+    For `Store(folder, ranks=join_ranks())`, called once, by all ranks. ``meet_seconds``: how long
+    a rank waits in a save or a restore for the others to come there too.
+    """
+    import torch.distributed as dist
+
+    talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
+    return TorchRanks(
+        talk,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        health=NoHealth(),
+        meet_seconds=meet_seconds,
+    )
 
 
 def _own_store() -> Any:

@@ -164,7 +164,7 @@ def _stop_agreed(run: Run) -> bool:
 
 def _hear_the_reason(run: Run) -> None:
     """Take over the reason for an agreed stop from the rank that has one."""
-    reasons = run.group.ranks.gather(run.stop.reason)
+    reasons = run.group.ranks.gather(run.stop.reason, what="stop")
     run.request_stop(next(reason for reason in reasons if reason))
 
 

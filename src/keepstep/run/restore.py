@@ -25,17 +25,18 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     """Make `state` the one to continue from; a fresh folder leaves it as it is."""
     run.position = state
     run.identity.update({f"data.{name}": value for name, value in task.identity.items()})
-    choice = first(run.group.ranks, lambda: _choice(run))
+    choice = first(run.group.ranks, "choice", lambda: _choice(run))
     run.environment[_ON_RESUME] = run.config.checkpoint.on_resume
     restored = run.store.restore(
         choice, must_match=run.identity, run_id=run.recorded_run_id, like=state.like
     )
     if restored is None and choice != "fresh":
-        first(run.group.ranks, lambda: _require_nothing_saved(run))
+        first(run.group.ranks, "journal", lambda: _require_nothing_saved(run))
     changes = _load(restored, state, run) if restored is not None else []
     counters = state.counters
     gone = first(
         run.group.ranks,
+        "rewind",
         lambda: run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed),
     )
     run.begin()

@@ -130,7 +130,7 @@ class Run:
 
     def begin(self) -> None:
         """Make the folder this session's own: the identity is known to be right."""
-        first(self.group.ranks, self._begin_folder)
+        first(self.group.ranks, "begin", self._begin_folder)
         self.begun = True
 
     def _begin_folder(self) -> None:
@@ -147,7 +147,9 @@ class Run:
         self.group.health.phase = f"the save of step {counters.step}"
         self.save_requested = False
         self.journal.sync()
-        hooks = first(self.group.ranks, lambda: encode(self.hooks.state(), path="state.hooks"))
+        hooks = first(
+            self.group.ranks, "hooks", lambda: encode(self.hooks.state(), path="state.hooks")
+        )
         captured = {**state.capture(), "hooks": decode(hooks)}
         saved = self.store.save(
             captured,
@@ -241,7 +243,7 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
         try:
             run = Run(config, stop=stop, group=group, hooks=hooks)
             _require_one_config(run)
-            run.recorded_run_id = first(group.ranks, run.take_folder)
+            run.recorded_run_id = first(group.ranks, "folder", run.take_folder)
             with run.store:
                 yield run
         except BaseException as error:
@@ -259,7 +261,7 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
 
 def _require_one_config(run: Run) -> None:
     """Refuse ranks that were started with different configs."""
-    digests = run.group.ranks.gather(digest_of(dump_toml(run.config).encode()))
+    digests = run.group.ranks.gather(digest_of(dump_toml(run.config).encode()), what="config")
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise UsageError(

@@ -57,7 +57,7 @@ def commit(
     it leaves no trace but, at worst, a staging folder that the next session sweeps away. On other
     ranks than the first the manifest holds no files, tensors and plain state.
     """
-    staging = folder / first(ranks, lambda: _begin(folder, facts, disk))
+    staging = folder / first(ranks, "save: begin", lambda: _begin(folder, facts, disk))
     made: list[Manifest] = []
 
     def make_visible() -> dict[str, Any]:
@@ -66,10 +66,10 @@ def commit(
         return told
 
     try:
-        written = together(ranks, lambda: _write(snapshot, staging, ranks, disk))
+        written = together(ranks, "save: write", lambda: _write(snapshot, staging, ranks, disk))
         _require_alike(written)
         on_event("written", step=facts.step)
-        told = first(ranks, make_visible)
+        told = first(ranks, "save: commit", make_visible)
     except BaseException as error:
         if ranks.rank == 0:
             disk.discard(staging, because=error)

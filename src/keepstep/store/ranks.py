@@ -26,8 +26,15 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's plain value, by rank, on every rank."""
+    def meet(self, what: str) -> None:
+        """Return when all ranks are in `what`; raise, naming the missing, if some stay away."""
+        ...
+
+    def gather(self, value: Any, *, what: str) -> list[Any]:
+        """Return every rank's plain value, by rank, on every rank.
+
+        ``what`` names the exchange; ranks that meet in two different ones all raise.
+        """
         ...
 
 
@@ -37,12 +44,17 @@ class OneRank:
     rank = 0
     size = 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def meet(self, what: str) -> None:
+        """Wait for nobody."""
+        del what
+
+    def gather(self, value: Any, *, what: str) -> list[Any]:
         """Return the value alone."""
+        del what
         return [value]
 
 
-def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
+def together(ranks: Ranks, what: str, work: Callable[[], Any]) -> list[Any]:
     """Do `work` on every rank and return what each found; the first rank's error is everyone's."""
     if ranks.size == 1:
         return [work()]
@@ -55,14 +67,15 @@ def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
     # Whatever it is, the others must hear of it before it goes on its way.
     except Exception as error:
         own = error
-    answers = ranks.gather({"result": result, "error": None if own is None else _told(own, ranks)})
+    told = {"result": result, "error": None if own is None else _told(own, ranks)}
+    answers = ranks.gather(told, what=what)
     _raise_first([answer["error"] for answer in answers], own, ranks)
     return [answer["result"] for answer in answers]
 
 
-def first(ranks: Ranks, work: Callable[[], Any]) -> Any:
+def first(ranks: Ranks, what: str, work: Callable[[], Any]) -> Any:
     """Do `work` on rank 0 and return its plain result everywhere; its error is everyone's."""
-    return together(ranks, work if ranks.rank == 0 else lambda: None)[0]
+    return together(ranks, what, work if ranks.rank == 0 else lambda: None)[0]
 
 
 def _told(error: Exception, ranks: Ranks) -> dict[str, Any]:

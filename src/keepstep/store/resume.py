@@ -46,7 +46,9 @@ def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
     """
     if ranks.size == 1:
         return checkpoints_in(folder)
-    names: list[str] = first(ranks, lambda: [entry.name for entry in checkpoints_in(folder)])
+    names: list[str] = first(
+        ranks, "restore: list", lambda: [entry.name for entry in checkpoints_in(folder)]
+    )
     found = [look_at(folder / name) for name in names]
     seen = [
         [entry.manifest.run_id, entry.manifest.sequence, entry.manifest.content_digest()]
@@ -54,7 +56,7 @@ def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
         else None
         for entry in found
     ]
-    views = ranks.gather(seen)
+    views = ranks.gather(seen, what="restore: compare")
     for rank, view in enumerate(views):
         differing = [name for name, a, b in zip(names, views[0], view, strict=True) if a != b]
         if differing:
@@ -111,7 +113,7 @@ def _read_together(
         state = read(entry.path, entry.manifest)
     except (CheckpointDamaged, OSError) as error:
         fault = str(error)
-    return state, next(filter(None, ranks.gather(fault)), "")
+    return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
 
 
 def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:

@@ -104,7 +104,7 @@ class Store:
         """Hold the folder; Locked if it is in use. Nothing in it is changed yet."""
         if self._open:
             return
-        self._next_sequence = first(self._ranks, self._hold_folder)
+        self._next_sequence = first(self._ranks, "open", self._hold_folder)
         self._open = True
         self._ready_to_save = False
 
@@ -155,6 +155,7 @@ class Store:
             model = like(name, shape) if like is not None else None
             return place_like(model) if model is not None else None
 
+        self._ranks.meet("restore")
         self.open()
         found = look_together(self.folder, self._ranks)
         if not found:
@@ -171,7 +172,11 @@ class Store:
         check_one_run(found, folder=self.folder, run_id=run_id)
         if must_match is not None:
             wanted = table_of("must_match", must_match)
-            together(self._ranks, lambda: check_identity(found, wanted, folder=self.folder))
+            together(
+                self._ranks,
+                "restore: identity",
+                lambda: check_identity(found, wanted, folder=self.folder),
+            )
         manifest, state, skipped = choose(
             found,
             step=choice if isinstance(choice, int) else None,
@@ -182,11 +187,13 @@ class Store:
         self.run_id = manifest.run_id
         self.newest = manifest
         set_aside = first(
-            self._ranks, lambda: set_aside_others(found, manifest, self._disk, self._on_event)
+            self._ranks,
+            "restore: set aside",
+            lambda: set_aside_others(found, manifest, self._disk, self._on_event),
         )
         kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
         self._best.restore(manifest, kept)
-        first(self._ranks, self._point_links)
+        first(self._ranks, "links", self._point_links)
         return Restored(
             path=self.folder / step_name(manifest.step),
             manifest=manifest,
@@ -216,6 +223,7 @@ class Store:
         """
         from keepstep.store.tensors import take_apart
 
+        self._ranks.meet(f"the save of step {step}")
         self.open()
         facts = self._facts(
             step=count_of("step", step),
@@ -228,7 +236,7 @@ class Store:
             milestone=bool(milestone),
         )
         if not self._ready_to_save:
-            if first(self._ranks, lambda: len(checkpoints_in(self.folder))):
+            if first(self._ranks, "save: look", lambda: len(checkpoints_in(self.folder))):
                 raise UsageError(
                     f"{self.folder} holds checkpoints, and this session has not looked at them",
                     hint="Call restore() before the first save, or choose an empty folder.",
@@ -236,9 +244,9 @@ class Store:
             self._make_ready_to_save()
         started = time.monotonic()
         taken: list[Snapshot] = []
-        together(self._ranks, lambda: taken.append(take_apart(state, self._ranks)))
+        together(self._ranks, "save: state", lambda: taken.append(take_apart(state, self._ranks)))
         snapshot = taken[0]
-        first(self._ranks, self._lock.confirm)
+        first(self._ranks, "save: lock", self._lock.confirm)
         self._on_event("snapshot", step=step)
         manifest, new = self._commit_with_retries(snapshot, facts)
         saved = Saved(
@@ -293,9 +301,9 @@ class Store:
         best now.
         """
         before = self._best.best
-        sequence = first(self._ranks, lambda: self._sequence_of(step))
+        sequence = first(self._ranks, "best", lambda: self._sequence_of(step))
         self._best.best = self._best.after(metrics, sequence=sequence, step=step)
-        first(self._ranks, self._point_links)
+        first(self._ranks, "links", self._point_links)
         return self._best.best != before
 
     def fence(self) -> None:
@@ -316,8 +324,8 @@ class Store:
     def _make_ready_to_save(self) -> None:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""
         if not self._ready_to_save:
-            first(self._ranks, lambda: sweep(self.folder, self._disk, self._on_event))
-            self.run_id = first(self._ranks, lambda: self.run_id)
+            first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
+            self.run_id = first(self._ranks, "run id", lambda: self.run_id)
             self._ready_to_save = True
 
     def _sequence_of(self, step: int) -> int:

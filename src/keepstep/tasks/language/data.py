@@ -38,6 +38,20 @@ class Windows:
         self._vocab_size = vocab_size
         self._name = name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a spawned worker needs: the place of the tokens, not the tokens."""
+        state, tokens = dict(self.__dict__), self._tokens
+        if isinstance(tokens, np.memmap):
+            state["_tokens"] = (tokens.filename, tokens.dtype.str, tokens.offset, tokens.shape)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the tokens anew."""
+        self.__dict__.update(state)
+        if isinstance(self._tokens, tuple):
+            name, dtype, offset, shape = self._tokens
+            self._tokens = np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=shape)
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return max(0, (len(self._tokens) - 1) // self._length)
@@ -85,18 +99,22 @@ class BatchDataset(Dataset[torch.Tensor | DataError]):
 
 
 def iterate_batches(
-    dataset: BatchDataset, *, workers: int, pinned: bool = False
+    dataset: BatchDataset, *, workers: int, pinned: bool = False, start: str = "fork"
 ) -> Iterator[torch.Tensor]:
-    """Yield batch after batch without end, loaded ahead by `workers` processes."""
+    """Yield batch after batch without end, loaded ahead by `workers` processes.
+
+    ``start``: "fork", or "spawn" where threads of the process group run: a fork may copy a lock
+    that one of them holds, and the worker would wait for it for ever.
+    """
     loader = DataLoader(
         dataset,
         batch_size=None,
         sampler=_Counting(),
         num_workers=workers,
         worker_init_fn=partial(_begin_worker, run=os.getpid()) if workers else None,
-        # Forked from the run itself: a worker that a server forks is not the run's child, and
+        # Started by the run itself: a worker that a server forks is not the run's child, and
         # would not end with it.
-        multiprocessing_context="fork" if workers else None,
+        multiprocessing_context=start if workers else None,
         pin_memory=pinned,
         # A generator of its own: the loader draws from it, and training's must not be touched.
         generator=torch.Generator(),

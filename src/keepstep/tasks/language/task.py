@@ -68,7 +68,8 @@ class LanguageTask:
             stride=train.global_batch,
         )
         pinned = train.device != "cpu" and torch.cuda.is_available()
-        for samples in iterate_batches(dataset, workers=data.workers, pinned=pinned):
+        start = "fork" if self._share.count == 1 else "spawn"
+        for samples in iterate_batches(dataset, workers=data.workers, pinned=pinned, start=start):
             yield Batch(
                 micro_batches=torch.split(samples, train.micro_batch or self._samples_here),
                 samples=train.global_batch,
