@@ -153,7 +153,7 @@ def test_a_save_and_an_evaluation_due_at_a_skipped_step_move_to_the_next_applied
     skipped = [e["skipped"] for e in events(tmp_path, "step")]
     assert skipped == [False, False, False, True] + [False] * 6
     assert events(tmp_path, "step")[-1]["updates"] == 9
-    assert "are not finite; no update" in done.stdout
+    assert "no update, because not all is finite" in done.stdout
 
 
 def test_a_hook_can_ask_for_a_save_and_for_a_stop(config, tmp_path):
@@ -245,3 +245,10 @@ def test_a_reader_that_goes_away_does_not_end_the_run(config, tmp_path):
         assert it.process.wait(timeout=60) == 0
     assert steps(tmp_path)[-1] == 10
     assert any(event["word"] == "console" for event in events(tmp_path, "notice"))
+
+
+def test_a_hook_that_leaves_python_ends_the_run_as_failed(config, tmp_path):
+    done = train(config, tmp_path, acts=({"when": "step", "step": 5, "do": "exit"},))
+    assert done.returncode == 1, done.stdout
+    assert "left the run by SystemExit(0)" in done.stdout
+    assert outcome(tmp_path)["code"] == 1

@@ -17,6 +17,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,6 +42,9 @@ class NoHealth:
     def report(self, error: BaseException, code: int) -> None:
         """Tell nobody."""
 
+    def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
+        """Nobody can be lost."""
+
 
 class Health(threading.Thread):
     """Tells the others that this rank lives, and watches the next one."""
@@ -57,7 +61,7 @@ class Health(threading.Thread):
         self._verdict: dict[str, Any] | None = None
         self._found = threading.Event()
         self._last_seen: tuple[str, float] | None = None
-        self._on_lost: Any = None
+        self._on_lost: Callable[[KeepstepError], None] | None = None
 
     def __enter__(self) -> Self:
         """Begin to watch."""
@@ -74,7 +78,7 @@ class Health(threading.Thread):
         self._over.set()
         self.join()
 
-    def leave_with(self, on_lost: Any) -> None:
+    def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
         """Call `on_lost(error)` before the process is left because the main thread is blocked."""
         self._on_lost = on_lost
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +31,9 @@ class Console:
 
     def __init__(self, *, quiet: bool, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
+        if isinstance(self._stream, TextIOWrapper):
+            # A terminal that knows no `·` shows something else for it, and the run goes on.
+            self._stream.reconfigure(errors="replace")
         self._quiet = quiet
         self._lost = False
         self._bar: Progress | None = None
@@ -62,8 +66,8 @@ class Console:
             self._line(
                 run,
                 "skip",
-                f"step {step:,}: loss {metrics['loss']:g}, gradient norm"
-                f" {metrics['grad_norm']:g} are not finite; no update",
+                f"step {step:,}: no update, because not all is finite: loss"
+                f" {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}",
             )
         if self._bar is None and step % config.log_interval and step != config.max_steps:
             return
@@ -166,7 +170,9 @@ def last_line(outcome: "Outcome", checkpoints: Path) -> str:
         case "stopped":
             return f"stopped  at step {outcome.step:,} ({outcome.reason}); {where}. {again}"
         case ending:
-            return f"{ending} at step {outcome.step:,}: {outcome.reason}; {where}."
+            # The whole error follows on its own; here only what it is about.
+            lines = outcome.reason.splitlines() or [""]
+            return f"{ending} at step {outcome.step:,}: {lines[0]}; {where}."
 
 
 def _count(number: int) -> str:

@@ -20,7 +20,7 @@ from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, r
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
-from keepstep.errors import CheckpointDamaged, UsageError
+from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
@@ -49,6 +49,8 @@ _STORE_WORDS = {
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
+    "best_gone": "the best so far, step {step} ({metric} {value:g}), is not there any more;"
+    " the best of those that are takes its place",
     "housekeeping_failed": "the checkpoint is committed, but tidying up failed: {error}",
 }
 
@@ -212,6 +214,12 @@ class Run:
             return run_id if isinstance(run_id, str) else None
         return None
 
+    def note_loss(self, error: KeepstepError) -> None:
+        """Write the outcome of a run that is about to be left while its main thread is blocked."""
+        ending, code = ending_of(error)
+        if self.begun:
+            self._write_outcome(self.outcome(ending, reason=str(error), code=code).as_data())
+
     def _write_outcome(self, data: dict[str, Any]) -> None:
         if not self.group.is_first:
             return
@@ -244,10 +252,11 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
             run = Run(config, stop=stop, group=group, hooks=hooks)
             _require_one_config(run)
             run.recorded_run_id = first(group.ranks, "folder", run.take_folder)
+            group.health.leave_with(run.note_loss)
             with run.store:
                 yield run
         except BaseException as error:
-            cause = group.health.explain(error)
+            cause = group.health.explain(_as_failure(error))
             group.health.report(cause, ending_of(cause)[1])
             if run is not None and (run.begun or isinstance(cause, CheckpointDamaged)):
                 _close_after(cause, run)
@@ -257,6 +266,16 @@ def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> 
         finally:
             if run is not None:
                 run.let_go()
+
+
+def _as_failure(error: BaseException) -> BaseException:
+    """Return an error for what would end Python by itself, with a code that is not the run's."""
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return KeepstepError(
+            f"a hook or a library left the run by {type(error).__name__}({error})",
+            hint="A hook that wants the run to end calls run.request_stop(reason).",
+        )
+    return error
 
 
 def _require_one_config(run: Run) -> None:

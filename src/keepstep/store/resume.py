@@ -17,6 +17,8 @@ from keepstep.store.manifest import Manifest
 from keepstep.store.ranks import Ranks, first
 
 _NOTHING = "(nothing)"
+Like = Callable[[str, tuple[int, ...]], Any]
+"""By name and shape: the tensor like which a saved one is to be sharded, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,23 @@ def choose(
     *,
     step: int | None,
     ranks: Ranks,
-    read: Callable[[Path, Manifest], dict[str, Any]],
+    like: Like | None,
 ) -> tuple[Manifest, dict[str, Any], tuple[Skipped, ...]]:
     """Return the manifest and the verified state of the newest whole checkpoint, or of `step`.
 
-    ``read`` reads what this rank needs; a checkpoint is whole where every rank can.
+    Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
+    every rank can.
     """
+    from keepstep.store.shards import place_like
+    from keepstep.store.tensors import read_state
+
+    def place_of(name: str, shape: tuple[int, ...]) -> Any:
+        model = like(name, shape) if like is not None else None
+        return place_like(model) if model is not None else None
+
+    def read(path: Path, manifest: Manifest) -> dict[str, Any]:
+        return read_state(path, manifest, place_of=place_of)
+
     wanted = [entry for entry in found if step is None or entry.step == step]
     if not wanted:
         names = ", ".join(entry.name for entry in found)

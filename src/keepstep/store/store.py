@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
-from keepstep.store import commit
+from keepstep.store import commit, housekeeping
 from keepstep.store.best import BestSoFar
-from keepstep.store.catalog import checkpoints_in, look_at
+from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.disk import Disk
 from keepstep.store.facts import Facts, Saved, count_of, metrics_of, table_of
 from keepstep.store.layout import LOCK_NAME, step_name
@@ -32,6 +32,7 @@ from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Manifest, fingerprint_of
 from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.resume import (
+    Like,
     Restored,
     check_identity,
     check_one_run,
@@ -39,7 +40,7 @@ from keepstep.store.resume import (
     look_together,
     set_aside_others,
 )
-from keepstep.store.retention import Retention, reasons_to_keep
+from keepstep.store.retention import Retention
 from keepstep.store.sweep import sweep
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Store:
     With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
-    deleted, housekeeping_failed.
+    deleted, best_gone, housekeeping_failed.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Store:
         *,
         must_match: Mapping[str, Any] | None = None,
         run_id: str | None = None,
-        like: Callable[[str, tuple[int, ...]], Any] | None = None,
+        like: Like | None = None,
     ) -> Restored | None:
         """Return the state to continue from, every byte verified; None where nothing is there.
 
@@ -148,13 +149,6 @@ class Store:
         ``like(name, shape)``: the tensor like which a saved one is to be sharded, or None for a
         whole one. Each rank reads its own regions only.
         """
-        from keepstep.store.shards import place_like
-        from keepstep.store.tensors import read_state
-
-        def place_of(name: str, shape: tuple[int, ...]) -> Any:
-            model = like(name, shape) if like is not None else None
-            return place_like(model) if model is not None else None
-
         self._ranks.meet("restore")
         self.open()
         found = look_together(self.folder, self._ranks)
@@ -181,19 +175,10 @@ class Store:
             found,
             step=choice if isinstance(choice, int) else None,
             ranks=self._ranks,
-            read=lambda path, manifest: read_state(path, manifest, place_of=place_of),
+            like=like,
         )
         self._make_ready_to_save()
-        self.run_id = manifest.run_id
-        self.newest = manifest
-        set_aside = first(
-            self._ranks,
-            "restore: set aside",
-            lambda: set_aside_others(found, manifest, self._disk, self._on_event),
-        )
-        kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
-        self._best.restore(manifest, kept)
-        first(self._ranks, "links", self._point_links)
+        set_aside = self._take_up(found, manifest)
         return Restored(
             path=self.folder / step_name(manifest.step),
             manifest=manifest,
@@ -201,6 +186,22 @@ class Store:
             skipped=skipped,
             set_aside=tuple(set_aside),
         )
+
+    def _take_up(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
+        """Become the session that follows a checkpoint; return the names of what was set aside."""
+        self.run_id = manifest.run_id
+        self.newest = manifest
+        set_aside: list[str] = first(
+            self._ranks,
+            "restore: set aside",
+            lambda: set_aside_others(found, manifest, self._disk, self._on_event),
+        )
+        kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
+        gone = self._best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
+        if gone is not None:
+            self._on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
+        first(self._ranks, "links", self._point_links)
+        return set_aside
 
     def save(
         self,
@@ -257,7 +258,7 @@ class Store:
         )
         self._adopt(saved, facts)
         if self._ranks.rank == 0:
-            self._after_commit()
+            self._tidy()
         return saved
 
     def _facts(self, **given: Any) -> Facts:
@@ -364,43 +365,23 @@ class Store:
             hint=hint,
         )
 
-    def _after_commit(self) -> None:
-        """Point the links and delete what has no reason to stay; roles are looked at again here.
-
-        The checkpoint is committed: a failure here is told, and does not make the save a failure.
-        """
-        self._point_links()
-        try:
-            self._retain()
-        except OSError as error:
-            self._on_event("housekeeping_failed", error=str(error))
-
     def _point_links(self) -> None:
-        """Point `latest` and `best`; where that fails it is told: nothing but people needs them."""
-        best = self._best.best
-        try:
-            commit.point_links(
-                self.folder,
-                latest=self.newest.step if self.newest is not None else None,
-                best=best.step if best is not None else None,
-                disk=self._disk,
-            )
-        except OSError as error:
-            self._on_event("housekeeping_failed", error=str(error))
-
-    def _retain(self) -> None:
-        entries = {
-            entry.manifest.sequence: entry
-            for entry in checkpoints_in(self.folder)
-            if entry.manifest is not None
-        }
-        self._lock.confirm()
-        reasons = reasons_to_keep(
-            [entry.manifest for entry in entries.values() if entry.manifest is not None],
-            self.policy,
-            best=self._best.best.sequence if self._best.best is not None else None,
+        housekeeping.point_links(
+            self.folder,
+            newest=self.newest,
+            best=self._best.best,
+            disk=self._disk,
+            on_event=self._on_event,
         )
-        for sequence, kept_because in reasons.items():
-            if not kept_because:
-                commit.delete(entries[sequence].path, disk=self._disk)
-                self._on_event("deleted", name=entries[sequence].name)
+
+    def _tidy(self) -> None:
+        """Do what follows a commit, on the first rank; its failures are told and harm nothing."""
+        self._point_links()
+        self._lock.confirm()
+        housekeeping.retain(
+            self.folder,
+            self.policy,
+            best=self._best.best,
+            disk=self._disk,
+            on_event=self._on_event,
+        )

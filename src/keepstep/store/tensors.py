@@ -73,6 +73,11 @@ _ONE_RANK = OneRank()
 
 def take_apart(state: Mapping[str, Any], ranks: Ranks = _ONE_RANK) -> Snapshot:
     """Take a state apart; UnsafeState names the path of what cannot be kept. Copies nothing."""
+    if not isinstance(state, Mapping):
+        raise UnsafeState(
+            f"the state is a {type(state).__name__}, and must be a dict",
+            hint='Give it a name: {"model": ..., "optimizer": ...}.',
+        )
     parts: dict[str, Part] = {}
     seen: dict[tuple[Any, ...], str] = {}
 
