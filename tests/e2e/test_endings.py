@@ -252,3 +252,15 @@ def test_a_hook_that_leaves_python_ends_the_run_as_failed(config, tmp_path):
     assert done.returncode == 1, done.stdout
     assert "left the run by SystemExit(0)" in done.stdout
     assert outcome(tmp_path)["code"] == 1
+
+
+def test_a_failing_hook_at_the_end_does_not_hide_what_ended_the_run(config, tmp_path):
+    acts = (
+        {"when": "step", "step": 5, "do": "unhealthy"},
+        {"when": "end", "step": 5, "do": "raise"},
+    )
+    done = train(config, tmp_path, acts=acts)
+    assert done.returncode == 7, done.stdout
+    assert "a peer is gone, says the hook" in done.stdout
+    assert "the hook fails on purpose" in done.stdout
+    assert outcome(tmp_path)["outcome"] == "unhealthy"
