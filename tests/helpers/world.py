@@ -94,7 +94,9 @@ def train_on(
     size: int, config: Path, run: Path, *flags: str, extra: Mapping[str, str] | None = None
 ) -> list[int]:
     """Run the command on `size` ranks to its end; return the exit codes."""
-    with World(size, config, f"--checkpoint.dir={run}", *flags, extra=extra) as world:
+    # Not the default: here nobody is lost, and a busy machine must not make it seem so.
+    patient = "--distributed.lost_after=60s"
+    with World(size, config, f"--checkpoint.dir={run}", patient, *flags, extra=extra) as world:
         codes = world.end()
         print(world.output)
         return codes
