@@ -188,6 +188,10 @@ def test_what_changes_on_purpose_takes_effect_and_is_journaled(config, untouched
     assert done.returncode == 0, done.stdout
     assert [event["rate"] for event in events(run, "step")][10:] == [2e-3] * 3
     told = " ".join(e["text"] for e in events(run, "notice") if e["word"] == "config")
+    assert "optimizer.weight_decay: 0.1 -> 0.05" in told
+    assert "schedule.name: cosine -> constant" in told
+    assert "train.max_steps: 10 -> 13" in told
+    assert "run.dir" not in told
     assert "adamw.weight_decay: 0.1 -> 0.05" in told
     assert "adamw.peak_rate: 0.01 -> 0.002" in told
     assert steps(run)[-1] == 13

@@ -130,3 +130,18 @@ def test_a_folder_that_is_not_a_run_is_said_to_be_none(tmp_path):
     done = keepstep("language", "generate", tmp_path, "--prompt", "x")
     assert done.returncode == 4, done.stdout
     assert "not the folder of a run" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--prompt", "\udcff\udcfe"), "the prompt is not valid UTF-8 text"),
+        (("--prompt", "a", "--seed", "9" * 23), "--seed must be at least 0 and less than 2^63"),
+        (("--prompt", "a", "--temperature", "nan"), "--temperature must be a number"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_in_a_line(untouched, flags, words):
+    done = keepstep("language", "generate", untouched, *flags)
+    assert done.returncode == 2, done.stdout
+    assert words in done.stdout
+    assert "Traceback" not in done.stdout

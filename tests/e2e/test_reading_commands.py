@@ -155,3 +155,14 @@ def test_prepared_data_that_are_wrong_are_clear_errors(config, tmp_path):
     assert "at least 100000 are needed" in train(edit(), "--train.global_batch=100000")
     assert "is not a folder of prepared tokens" in train(lambda f: (f / "tokens.json").unlink())
     assert "train.bin is missing" in train(lambda f: (f / "train.bin").unlink())
+
+
+def test_a_command_without_an_output_says_nothing_and_fails_at_nothing():
+    command = f"'{KEEPSTEP}' --help >&- 2>/dev/null"
+    assert subprocess.run(command, shell=True, env=environment()).returncode == 0
+
+
+def test_a_flag_without_a_value_that_is_nearly_one_gets_a_suggestion(config):
+    done = keepstep("train", config, "--quite")
+    assert done.returncode == 2
+    assert "did you mean `--quiet`?" in done.stdout

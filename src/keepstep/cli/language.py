@@ -1,6 +1,7 @@
 """`keepstep language prepare|generate`: token files from text, and text from a model."""
 
 import json as json_format
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -81,8 +82,12 @@ def generate(
 
     if max_tokens < 1:
         raise UsageError(f"--max-tokens must be at least 1, not {max_tokens}")
-    if temperature < 0:
-        raise UsageError(f"--temperature must be at least 0, not {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise UsageError(f"--temperature must be a number of at least 0, not {temperature}")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed must be at least 0 and less than 2^63, not {seed}")
+    if not prompt.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in prompt):
+        raise UsageError("the prompt is not valid UTF-8 text")
     text, used = generate_text(
         run,
         checkpoint=checkpoint,

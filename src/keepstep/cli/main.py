@@ -32,6 +32,7 @@ commands
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -74,6 +75,13 @@ def _run(words: list[str]) -> int:
             f"there is no command {name!r}{near}", hint="`keepstep --help` lists the commands."
         )
     return commands[name]()(rest)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without an output (`>&-`) one that nobody reads."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _train() -> Callable[[Sequence[str]], int]:

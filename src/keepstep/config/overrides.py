@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.config.explain import Problem, Sources
+from keepstep.config.explain import Problem, Sources, suggestion
 
 NOT_A_KEY = "is a section, not a key; its keys are written --{}.KEY"
 
+_WORDS_WITHOUT_VALUE = ("--quiet", "--help")
 _FLAG = re.compile(r"--[A-Za-z_][\w-]*(\.[\w-]+)*")
 _BARE_FLOAT = re.compile(r"[+-]?(\.\d+|\d+\.)([eE][+-]?\d+)?")
 _PYTHON_WORDS = {"True": True, "False": False}
@@ -42,7 +43,8 @@ def apply_overrides(
         path = name[2:].replace("-", "_")
         if not equals:
             if not words or words[0].startswith("--"):
-                message = f"needs a value, as in {name}=VALUE"
+                near = suggestion(name, _WORDS_WITHOUT_VALUE)
+                message = f"needs a value, as in {name}=VALUE{near}"
                 problems.append(Problem(path=path, message=message, flag=name))
                 continue
             value = words.pop(0)

@@ -10,6 +10,9 @@ from keepstep.config.schema import MUST_MATCH, Config
 from keepstep.config.validate import CATCH_ALL
 from keepstep.errors import UsageError
 
+_PLACES = frozenset({"run.dir", "checkpoint.dir", "data.cache"})
+_NOT_SET = "(not set)"
+
 
 def run_folder(config: Config) -> Path:
     """Return the folder of the run."""
@@ -38,6 +41,35 @@ def recorded_checkpoint_folder(run: Path) -> Path | None:
         raise UsageError(f"{path}: this is not valid TOML: {error}") from error
     name = section.get("dir") if isinstance(section, dict) else None
     return Path(name).expanduser() if isinstance(name, str) and name else None
+
+
+def changes_since(recorded: Path, config: Config) -> list[str]:
+    """Return what a config changes of the one that a run's `run.toml` holds, one phrase each.
+
+    Where a run lives is no change of it.
+    """
+    if not recorded.is_file():
+        return []
+    try:
+        before = _flat(tomllib.loads(recorded.read_text(encoding="utf-8")))
+    except ValueError as error:
+        return [f"{recorded.name} cannot be read, so what else changed is not known: {error}"]
+    now = _flat(tomllib.loads(dump_toml(config)))
+    return [
+        f"{name}: {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
+        for name in sorted(set(before) | set(now))
+        if before.get(name) != now.get(name) and name not in _PLACES
+    ]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def must_match(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,12 +7,14 @@ recorded in every checkpoint that follows from it.
 
 from typing import TYPE_CHECKING, Literal
 
+from keepstep.config.resolved import changes_since
 from keepstep.errors import NotFound
 from keepstep.run.environment import differences
 from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
 from keepstep.store.catalog import checkpoints_in
+from keepstep.store.layout import RUN_TOML_NAME
 from keepstep.store.ranks import first
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
         run.group.ranks,
         "rewind",
         lambda: run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed),
+    )
+    # Read before the config of this session is written over it.
+    changes += first(
+        run.group.ranks,
+        "changes",
+        lambda: changes_since(run.folder / RUN_TOML_NAME, run.config) if restored else [],
     )
     run.begin()
     _tell(restored, run, taken_back=gone)
