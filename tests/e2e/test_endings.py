@@ -242,7 +242,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(config, tmp_path):
     with Session("train", config, f"--checkpoint.dir={tmp_path}") as it:
         it.wait_for("step 1/")
         it.process.stdout.close()
-        assert it.process.wait(timeout=60) == 0
+        code = it.process.wait(timeout=60)
+    assert code == 0, (outcome(tmp_path), events(tmp_path, "notice"))
     assert steps(tmp_path)[-1] == 10
     assert any(event["word"] == "console" for event in events(tmp_path, "notice"))
 
