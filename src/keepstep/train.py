@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from keepstep.config.schema import Config
+from keepstep.distributed.shard import shard_model
 from keepstep.optim.optimizer import build_optimizer
 from keepstep.run.loop import settle, step_until_done
 from keepstep.run.outcome import Outcome
@@ -12,24 +13,32 @@ from keepstep.run.stop import StopRequests
 from keepstep.state.rng import seed_everything
 from keepstep.state.training_state import TrainingState
 from keepstep.tasks.registry import build_task
-from keepstep.tasks.task import Task
+from keepstep.tasks.task import DataShare, Task
 
 
 def train(config: Config, *, stop: StopRequests, hooks: Sequence[object] = ()) -> Outcome:
     """Carry the run to its last step, or to the first safe place to stop."""
     with open_run(config, stop=stop, hooks=hooks) as run:
-        task = build_task(config)
+        task = build_task(config, share_of(run))
         state = initial_state(task, run)
         restore_newest(task, state, run)
         outcome = step_until_done(task, state, run)
         return settle(state, run, outcome)
 
 
+def share_of(run: Run) -> DataShare:
+    """Return which part of each global batch this rank takes."""
+    layout = run.layout
+    return DataShare(index=layout.data_index, count=layout.data_ranks, sum=run.group.sum)
+
+
 def initial_state(task: Task, run: Run) -> TrainingState:
     """Build the state of step 0, a pure function of the config."""
     seed_everything(run.config.run.seed, "init", 0, 0)
-    model = task.build_model().to(run.device)
+    model = task.build_model()
     model.train()
+    shard_model(model, run.layout, bfloat16=run.config.train.precision == "bfloat16")
+    model.to(run.device)
     if run.config.train.compile:
         # In place, so that the names of the parameters stay what they are in the checkpoint.
         model.compile()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import digests, events, keepstep, link, losses, steps
+from tests.helpers import hooks
+from tests.helpers.command import Session, digests, events, keepstep, link, losses, steps
 
 MANIFEST, DATA = "manifest.json", "rank-00000.safetensors"
 
@@ -144,12 +145,19 @@ def test_checkpoints_of_another_run_with_the_same_config_are_refused(config, unt
     assert digests(new, 10) == digests(untouched, 10)
 
 
-def test_checkpoints_that_were_all_removed_let_the_run_start_anew(config, untouched, tmp_path):
+def test_checkpoints_that_are_all_gone_are_missed_and_a_fresh_start_must_be_asked_for(
+    config, untouched, tmp_path
+):
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     for step in steps(run):
         shutil.rmtree(run / f"step_{step}")
     words = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0")
+    refused = keepstep(*words)
+    assert refused.returncode == 4, refused.stdout
+    assert "tells of a checkpoint of step 10" in refused.stdout
+    assert losses(run) == losses(untouched)
+    words = (*words, "--checkpoint.on_resume=fresh")
     first = keepstep(*words, "--train.max_steps=4")
     assert "no checkpoint here: starting at step 0" in first.stdout
     again = keepstep(*words)
@@ -183,6 +191,8 @@ def test_what_changes_on_purpose_takes_effect_and_is_journaled(config, untouched
     assert "optimizer.weight_decay: 0.1 -> 0.05" in told
     assert "optimizer.rate: 0.01 -> 0.002" in told
     assert "schedule.name: 'cosine' -> 'constant'" in told
+    assert "train.max_steps: 10 -> 13" in told
+    assert "run.dir" not in told
     assert steps(run)[-1] == 13
     # The weights moved by the new rate and the new decay, from the first resumed update on: as in
     # a run of which only the one differs, they differ from what they would be.
@@ -252,3 +262,31 @@ def test_a_runs_folder_is_no_place_for_the_checkpoints_of_the_same_run(config, t
     assert done.returncode == 2, done.stdout
     assert f"Use --run.dir={run} to continue that run" in done.stdout
     assert [path.name for path in run.glob("**/step_*")] == ["step_3"]
+
+
+def test_a_best_that_is_gone_is_told_and_the_best_of_the_others_takes_its_place(
+    config, untouched, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(untouched, run, symlinks=True)
+    assert link(run, "best") == "step_10"
+    shutil.rmtree(run / "step_10")
+    done = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=9")
+    assert done.returncode == 0, done.stdout
+    # Step 9's manifest knows the best of its time, step 8; that one goes now.
+    shutil.rmtree(run / "step_8")
+    again = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=9")
+    assert "the best so far, step 8" in again.stdout
+    assert link(run, "best") in ("step_4", None)
+
+
+def test_two_sessions_cannot_share_a_folder_of_checkpoints_by_any_path(config, tmp_path):
+    run = tmp_path / "run"
+    act = hooks.acting({"when": "forward", "step": 5, "do": "PAUSE"})
+    words = ("train", config, f"--run.dir={run}", f"--run.hooks=['{hooks.CONFIG}']")
+    with Session(*words, extra=act) as session:
+        session.wait_for("step 4/")
+        for flag in (f"--checkpoint.dir={run}/checkpoints", f"--run.dir={run}"):
+            done = keepstep("train", config, flag)
+            assert done.returncode == 5, done.stdout
+            assert "is held by another session" in done.stdout

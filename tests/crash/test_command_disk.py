@@ -153,3 +153,13 @@ def test_a_disk_that_is_full_for_the_journal_too_still_ends_clearly(config, unto
     again = keepstep(*words)
     assert again.returncode == 0, again.stdout
     assert losses(run) == losses(untouched)
+
+
+def test_what_a_checkpoint_stands_on_is_durable_before_it_is_committed(operations):
+    """The journal's lines of the steps up to it, and the journal's name."""
+    commit = next(n for n, line in enumerate(operations) if "rename" in line and "/step_6" in line)
+    told = [n for n, line in enumerate(operations[:commit]) if line.endswith("/journal.jsonl")]
+    kinds = [operations[n].split()[1] for n in told]
+    assert kinds[-1] == "sync", kinds
+    names = [line.split()[1] for line in operations[told[-1] + 1 : commit]]
+    assert names[0] == "sync_folder"

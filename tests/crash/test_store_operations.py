@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.errors import SaveFailed
-from keepstep.store import Store, list_checkpoints, verify
+from keepstep.store import Store, list_checkpoints, load_state, verify
 from keepstep.store.disk import Disk
 from tests.helpers.recording_disk import FailingDisk
 
@@ -33,13 +33,22 @@ def state_of(step: int) -> dict[str, object]:
 
 
 def live(folder: Path, disk: Disk, acknowledged: Callable[[int], None]) -> None:
-    """Restore, and save on to step 5 with evaluation, retention, and a step saved twice."""
+    """Restore, and save on to step 5 with evaluation and retention."""
     with Store(folder, disk=disk, keep_last_n=2, best_metric="loss", save_retries=0) as store:
         found = store.restore()
         first = found.manifest.step + 1 if found else 1
         for step in range(first, 6):
             store.save(state_of(step), step=step, metrics={"loss": abs(step - 2.0)})
             acknowledged(step)
+
+
+def save_twice(folder: Path, disk: Disk, acknowledged: Callable[[int], None]) -> None:
+    """Save step 1 in one state, and then again in another one, as after a rewind by hand."""
+    with Store(folder, disk=disk, save_retries=0) as store:
+        store.restore()
+        for number in (10, 20):
+            store.save(state_of(number), step=1)
+            acknowledged(number)
 
 
 def in_a_child(work: Callable[[], None]) -> int:
@@ -101,6 +110,57 @@ def test_a_death_at_every_operation_loses_nothing_that_was_acknowledged(tmp_path
         assert assert_sound(folder, 5) == 5
         shutil.rmtree(folder)
     assert number > 80, "the store's life has more operations than that"
+
+
+def assert_both_or_the_first(folder: Path, acknowledged: int) -> None:
+    """Whichever has the name, the state that was acknowledged is there, visible or aside."""
+    with Store(folder) as store:
+        store.restore()
+    entries = list_checkpoints(folder, aside=True)
+    for entry in entries:
+        assert verify(entry) == [], entry
+    visible = [load_state(e.path)["step"] for e in entries if not e.aside]
+    aside = [load_state(e.path)["step"] for e in entries if e.aside]
+    if acknowledged >= 10:
+        assert visible in ([10], [20])
+        assert 10 in visible + aside, "the first one is gone"
+    if acknowledged == 20:
+        assert visible == [20]
+    assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def test_a_step_saved_twice_keeps_both_states_whenever_the_process_dies(tmp_path):
+    number, alive = 0, False
+    while not alive:
+        number += 1
+        folder, told = tmp_path / str(number), tmp_path / f"{number}.ack"
+        folder.mkdir()
+        told.write_text("0")
+
+        def work(folder=folder, number=number, told=told) -> None:
+            save_twice(folder, DyingDisk(number), lambda state: told.write_text(str(state)))
+
+        alive = in_a_child(work) == 0
+        assert_both_or_the_first(folder, int(told.read_text()))
+        shutil.rmtree(folder)
+    assert number > 30
+
+
+def test_a_step_saved_twice_keeps_both_states_whatever_fails(tmp_path):
+    number, met = 0, True
+    while met:
+        number += 1
+        folder, told = tmp_path / str(number), [0]
+        folder.mkdir()
+        disk = FailingDisk(number, errno.EIO)
+        try:
+            save_twice(folder, disk, told.append)
+        except (OSError, SaveFailed):
+            assert told[-1] < 20
+        met = disk.count >= number
+        assert_both_or_the_first(folder, told[-1])
+        shutil.rmtree(folder)
+    assert number > 30
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

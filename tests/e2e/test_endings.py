@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.store import list_checkpoints
 from tests.helpers import hooks
 from tests.helpers.command import events, keepstep, link, losses, outcome, steps
 
@@ -30,7 +31,9 @@ def test_a_clean_finish_off_schedule_saves_exactly_once_at_the_end(config, tmp_p
     assert (tmp_path / "latest").resolve() == tmp_path / "step_10"
     assert link(tmp_path, "best") == "step_10"
     assert [event["step"] for event in events(tmp_path, "saved")] == [10]
-    assert outcome(tmp_path) == {
+    told = outcome(tmp_path)
+    assert told.pop("run_id") == list_checkpoints(tmp_path)[0].manifest.run_id
+    assert told == {
         "outcome": "finished",
         "code": 0,
         "step": 10,
@@ -150,7 +153,7 @@ def test_a_save_and_an_evaluation_due_at_a_skipped_step_move_to_the_next_applied
     skipped = [e["skipped"] for e in events(tmp_path, "step")]
     assert skipped == [False, False, False, True] + [False] * 6
     assert events(tmp_path, "step")[-1]["updates"] == 9
-    assert "are not finite; no update" in done.stdout
+    assert "no update, because not all is finite" in done.stdout
 
 
 def test_a_hook_can_ask_for_a_save_and_for_a_stop(config, tmp_path):
@@ -239,6 +242,26 @@ def test_a_reader_that_goes_away_does_not_end_the_run(config, tmp_path):
     with Session("train", config, f"--checkpoint.dir={tmp_path}") as it:
         it.wait_for("step 1/")
         it.process.stdout.close()
-        assert it.process.wait(timeout=60) == 0
+        code = it.process.wait(timeout=60)
+    assert code == 0, (outcome(tmp_path), events(tmp_path, "notice"))
     assert steps(tmp_path)[-1] == 10
     assert any(event["word"] == "console" for event in events(tmp_path, "notice"))
+
+
+def test_a_hook_that_leaves_python_ends_the_run_as_failed(config, tmp_path):
+    done = train(config, tmp_path, acts=({"when": "step", "step": 5, "do": "exit"},))
+    assert done.returncode == 1, done.stdout
+    assert "left the run by SystemExit(0)" in done.stdout
+    assert outcome(tmp_path)["code"] == 1
+
+
+def test_a_failing_hook_at_the_end_does_not_hide_what_ended_the_run(config, tmp_path):
+    acts = (
+        {"when": "step", "step": 5, "do": "unhealthy"},
+        {"when": "end", "step": 5, "do": "raise"},
+    )
+    done = train(config, tmp_path, acts=acts)
+    assert done.returncode == 7, done.stdout
+    assert "a peer is gone, says the hook" in done.stdout
+    assert "the hook fails on purpose" in done.stdout
+    assert outcome(tmp_path)["outcome"] == "unhealthy"

@@ -58,7 +58,7 @@ def test_every_keepstep_command_in_the_documentation_is_one_that_parses():
         if words[0] == "train" and words[1] != "--help":
             flags = [word for word in words[2:] if word.startswith("--")]
             # Shown, not checked: the folders that a page names need not be here.
-                done = keepstep("config", "show", ROOT / words[1], *flags, cwd=ROOT)
+            done = keepstep("config", "show", ROOT / words[1], *flags, cwd=ROOT)
         else:
             name = tuple(words[:2])
             if name in seen:

@@ -187,11 +187,3 @@ def test_the_same_command_works_as_a_module_and_under_a_launcher(config, untouch
     assert done.returncode == 0, done.stdout + done.stderr
     assert events(tmp_path, "resumed")[-1]["step"] == 4
     assert losses(tmp_path) == losses(untouched)
-
-
-def test_more_ranks_than_one_are_refused_with_what_to_do(config, tmp_path):
-    extra = {"WORLD_SIZE": "2", "RANK": "0"}
-    done = keepstep("train", config, f"--checkpoint.dir={tmp_path}", extra=extra)
-    assert done.returncode == 2
-    assert "2 ranks" in done.stdout
-    assert "--nproc_per_node=1" in done.stdout

@@ -3,7 +3,8 @@
 `KEEPSTEP_TEST_ACT` holds a JSON list of acts: {"when": ..., "step": n, "do": ...}. `when` is one of
 start, forward, evaluating, step, evaluated, snapshot, committed, end; `step` is the step that is
 being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
-GROUP_SIGTERM goes to the group), or one of nan, raise, unhealthy, stop, save.
+GROUP_SIGTERM goes to the group), or one of nan, nan_loss, raise, exit, unhealthy, stop,
+save. With `rank` only that rank acts.
 """
 
 import json
@@ -43,11 +44,21 @@ class Act:
 
         def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
             wanted = any(
-                act["do"] == "nan" and act["step"] == counters.step + 1 for act in self.acts
+                act["do"] == "nan" and act["step"] == counters.step + 1 and _is_here(act, run)
+                for act in self.acts
             )
             return gradient * float("nan") if wanted else gradient
 
+        def on_output(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            wanted = any(
+                act["do"] == "nan_loss" and act["step"] == counters.step + 1 and _is_here(act, run)
+                for act in self.acts
+            )
+            if wanted and module.training:
+                output.logits = output.logits * float("nan")
+
         model.register_forward_pre_hook(on_forward)
+        model.register_forward_hook(on_output)
         first.register_hook(on_gradient)
         self._act(run, "start", counters.step)
 
@@ -68,21 +79,27 @@ class Act:
 
     def _act(self, run: Any, when: str, step: int) -> None:
         for act in self.acts:
-            if act.get("when") == when and act["step"] == step:
+            if act.get("when") == when and act["step"] == step and _is_here(act, run):
                 _do(run, act["do"])
+
+
+def _is_here(act: dict[str, Any], run: Any) -> bool:
+    return act.get("rank", run.group.rank) == run.group.rank
 
 
 def _do(run: Any, what: str) -> None:
     match what:
         case "raise":
             raise ValueError("the hook fails on purpose")
+        case "exit":
+            raise SystemExit(0)
         case "unhealthy":
             raise Unhealthy("a peer is gone, says the hook")
         case "stop":
             run.request_stop("the hook asks for it")
         case "save":
             run.request_save()
-        case "nan":
+        case "nan" | "nan_loss":
             return
         case signals:
             for name in signals.split("+"):

@@ -4,6 +4,7 @@ Everything heavy is imported by the command that needs it: `--help` and every co
 reads import no torch. For `train`, nothing comes before the signal handlers.
 """
 
+import contextlib
 import errno
 import os
 import signal
@@ -42,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeepstepError as error:
-        print(f"error: {error}", *_notes(error), sep="\n", file=sys.stderr)
+        _tell(f"error: {error}", *_notes(error))
         return error.exit_code
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"error: {_words_of(error, words)}", *_notes(error), sep="\n", file=sys.stderr)
+            _tell(f"error: {_words_of(error, words)}", *_notes(error))
             return 1
         # Whoever read our output went away, as in `keepstep ckpt ls | head`. Nothing is left to
         # flush at exit into the closed pipe.
@@ -79,6 +80,12 @@ def _run(words: list[str]) -> int:
             f"there is no command {name!r}{near}", hint="`keepstep --help` lists the commands."
         )
     return commands[name]()(rest)
+
+
+def _tell(*lines: str) -> None:
+    """Print to the error output; where its reader is gone the exit code still says it."""
+    with contextlib.suppress(BrokenPipeError):
+        print(*lines, sep="\n", file=sys.stderr)
 
 
 def _train() -> Callable[[Sequence[str]], int]:

@@ -53,6 +53,9 @@ def _ranges(config: Config) -> _Found:
         ("checkpoint.keep_best_n", config.checkpoint.keep_best_n, 0, 2**31),
         ("checkpoint.keep_every", config.checkpoint.keep_every, 0, 2**53),
         ("checkpoint.save_retries", config.checkpoint.save_retries, 0, 100),
+        ("distributed.dp_shard", config.distributed.dp_shard, 0, 2**31),
+        ("distributed.dp_replicate", config.distributed.dp_replicate, 1, 2**31),
+        ("distributed.tp", config.distributed.tp, 1, 2**31),
         ("nonfinite.max_consecutive", config.nonfinite.max_consecutive, 1, 2**53),
     ]
     for path, value, low, high in bounds:

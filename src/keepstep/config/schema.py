@@ -103,7 +103,7 @@ class ScheduleConfig:
     cycles: int = 1
     """cosine_restarts: number of cycles."""
     damping: float = 1.0
-    """cosine_restarts: factor on each next cycle's height above the floor."""
+    """cosine_restarts: factor on the peak of each next cycle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the ranks share the work. Their number comes from the launcher."""
+
+    dp_shard: int = 0
+    """Ranks over which parameters, gradients and optimizer state are sharded; 0: all others."""
+    dp_replicate: int = 1
+    """Groups of ranks that each hold the whole model (HSDP)."""
+    tp: int = 1
+    """Ranks over which each matrix is split (tensor parallel)."""
+    lost_after: Duration = "8s"
+    """Time without a sign of life after which a rank is taken for lost and all others end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NonfiniteConfig:
     """What happens when the loss or the gradient norm is not finite."""
 
@@ -181,3 +195,4 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()
+    distributed: DistributedConfig = DistributedConfig()

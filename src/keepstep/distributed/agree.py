@@ -1,28 +1,132 @@
-"""What all ranks decide together, once a step.
+"""What all ranks decide together.
 
-Guarantees: no rank acts on what it alone knows. Every decision that changes what a step does goes
-through `agree`, in one place of the step. On one rank the facts are already everyone's; on many,
-this is where the one small all-reduce of a step belongs.
+Guarantees:
+1. No rank acts on what it alone knows: every decision that changes what a step does goes through
+   `agree`, one small all-reduce at one place of the step.
+2. Where a peer is gone, an agreement raises Unhealthy with the lost rank, its host and what it
+   was doing; it never waits without a deadline.
+3. Only plain values travel, as JSON: no rank can make another run code.
 """
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from keepstep.distributed.group import Group
+from keepstep.distributed.health import Health, NoHealth
+from keepstep.errors import KeepstepError
+
+if TYPE_CHECKING:
+    from keepstep.distributed.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What a rank knows at a point of agreement; after it, what is true of any rank."""
+    """What a rank knows at a point of agreement; after it, what is true of all of them."""
 
     nonfinite: bool = False
-    """The loss or the gradient norm is not finite."""
+    """The loss or the gradient norm is not finite (on any rank)."""
     stop: bool = False
-    """A stop was asked for, by a signal or a hook."""
+    """A stop was asked for, by a signal or a hook (on any rank)."""
     save: bool = False
-    """A hook asked for a save."""
+    """A hook asked for a save (on any rank)."""
+    loss: float = 0.0
+    """The loss of this rank's part of the batch; afterwards the mean over all ranks."""
 
 
-def agree(group: Group, facts: StepFacts) -> StepFacts:
-    """Return the facts that hold on any rank."""
-    assert group.world_size == 1, "more ranks need the all-reduce"
-    return facts
+def agree(group: "Group", facts: StepFacts) -> StepFacts:
+    """Return the facts that hold on any rank, and the mean of the losses."""
+    if group.world_size == 1:
+        return facts
+    sums = group.sum([facts.nonfinite, facts.stop, facts.save, facts.loss])
+    return StepFacts(
+        nonfinite=sums[0] > 0,
+        stop=sums[1] > 0,
+        save=sums[2] > 0,
+        loss=sums[3] / group.world_size,
+    )
+
+
+class TorchRanks:
+    """The ranks of a torch process group (gloo) that exchanges small plain values."""
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        rank: int,
+        size: int,
+        health: Health | NoHealth,
+        meet_seconds: float | None = None,
+    ) -> None:
+        """``meet_seconds``: how long `meet` waits for the others; None does not meet at all."""
+        self.rank = rank
+        self.size = size
+        self._group = process_group
+        self._health = health
+        self._meet_seconds = meet_seconds
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks are in `what`; KeepstepError names those that stay away."""
+        if self._meet_seconds is None:
+            return
+        import torch.distributed as dist
+
+        try:
+            dist.monitored_barrier(
+                self._group, timedelta(seconds=self._meet_seconds), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            raise KeepstepError(
+                f"rank {self.rank} waited {self._meet_seconds:g} s for the others in {what}:"
+                f" {error}",
+                hint="Save, restore and close on all ranks, and decide together when.",
+            ) from error
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return the sums over the ranks, in float64, the same bits on each."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        with self._lost_peers_named():
+            dist.all_reduce(tensor, group=self._group)
+        sums: list[float] = tensor.tolist()
+        return sums
+
+    def gather(self, value: Any, *, what: str) -> list[Any]:
+        """Return every rank's plain value, by rank, on every rank.
+
+        Raises KeepstepError on all where the ranks are not in the same exchange.
+        """
+        import torch
+        import torch.distributed as dist
+
+        text = json.dumps([what, value]).encode()
+        length = torch.tensor([len(text)], dtype=torch.int64)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        with self._lost_peers_named():
+            dist.all_gather(lengths, length, group=self._group)
+            longest = max(int(item) for item in lengths)
+            padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+            texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(texts, padded, group=self._group)
+        answers = [json.loads(item.numpy().tobytes()) for item in texts]
+        for rank, (place, _) in enumerate(answers):
+            if place != answers[0][0]:
+                raise KeepstepError(
+                    f"rank 0 is in {answers[0][0]!r}, rank {rank} in {place!r}: they do not do the"
+                    " same things in the same order",
+                    hint="Save, restore and close on all ranks, and decide together when.",
+                )
+        return [value for _, value in answers]
+
+    @contextmanager
+    def _lost_peers_named(self) -> Iterator[None]:
+        try:
+            yield
+        # Every backend has its own class for a lost peer, all below this one.
+        except RuntimeError as error:
+            raise self._health.explain(error) from error

@@ -1,13 +1,31 @@
-"""Which rank this process is, and of how many.
+"""The ranks of a run: who they are, how they talk, and how they part.
 
-Guarantees: the answer comes from the launcher's environment (torchrun's variables) before any
-model exists, and a world that this version cannot train on is refused there.
+Guarantees:
+1. The launcher's environment (torchrun's variables) says which rank this is; a world that the
+   config does not fit is refused before any model exists.
+2. Agreements have a gloo group of their own: a training collective never waits behind one.
+3. A process ends with the code of its run, whatever the backend does while it is torn down.
+
+Without 2 a barrier of the store could be answered by another rank's gradient. Without 3 a rank
+whose collectives are torn down in the wrong order aborts, and torchrun reports a failed run.
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
+from keepstep.config.quantities import seconds
+from keepstep.config.schema import DistributedConfig
+from keepstep.distributed.agree import TorchRanks
+from keepstep.distributed.health import Health, NoHealth
 from keepstep.errors import UsageError
+from keepstep.store.ranks import OneRank, Ranks
+
+_COLLECTIVE_DEADLINE = timedelta(minutes=30)
+"""For what may honestly take long, such as writing; a lost peer is found by `Health`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,29 +35,100 @@ class Group:
     rank: int
     world_size: int
     local_rank: int
+    backend: str = ""
+    ranks: Ranks = field(default_factory=OneRank)
+    health: Health | NoHealth = field(default_factory=NoHealth)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return the sums over all ranks, in float64, the same bits on each."""
+        if self.world_size == 1:
+            return values
+        assert isinstance(self.ranks, TorchRanks), "several ranks have a process group"
+        return self.ranks.sum(values)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes what there is once: journal, outcome, terminal."""
+        return self.rank == 0
 
     @property
     def description(self) -> str:
-        """Say the group in the words of the terminal: `1 rank`."""
-        return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        """Say the group in the words of the terminal: `2 ranks (gloo)`."""
+        if self.world_size == 1:
+            return "1 rank"
+        return f"{self.world_size} ranks ({self.backend})"
 
 
-def open_group() -> Group:
-    """Return this process's place among the ranks; UsageError for more than one rank."""
-    group = Group(
-        rank=_from_environment("RANK", 0),
-        world_size=_from_environment("WORLD_SIZE", 1),
-        local_rank=_from_environment("LOCAL_RANK", 0),
-    )
-    if group.world_size != 1:
-        raise UsageError(
-            f"the launcher started {group.world_size} ranks; this version trains on one",
-            hint="Start it with `--nproc_per_node=1`, or without a launcher.",
+@contextmanager
+def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
+    """Join the other ranks; leave them in order at the end.
+
+    ``device``: the config's `train.device`. UsageError where the launcher's variables make no
+    sense, Unhealthy where the others do not come.
+    """
+    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    local_rank = _number("LOCAL_RANK", 0)
+    if size == 1:
+        yield Group(rank=0, world_size=1, local_rank=local_rank)
+        return
+    import torch
+    import torch.distributed as dist
+
+    cuda = device != "cpu" and torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_COLLECTIVE_DEADLINE)
+    try:
+        health = Health(
+            rank=rank, size=size, deadline_seconds=seconds(config.lost_after), store=_own_store()
         )
-    return group
+        talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
+        ranks = TorchRanks(talk, rank=rank, size=size, health=health)
+        with health:
+            yield Group(
+                rank=rank,
+                world_size=size,
+                local_rank=local_rank,
+                backend=backend,
+                ranks=ranks,
+                health=health,
+            )
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _from_environment(name: str, default: int) -> int:
+def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
+    """Return the ranks of the process group that a loop of one's own has initialised.
+
+    For `Store(folder, ranks=join_ranks())`, called once, by all ranks. ``meet_seconds``: how long
+    a rank waits in a save or a restore for the others to come there too.
+    """
+    import torch.distributed as dist
+
+    talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
+    return TorchRanks(
+        talk,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        health=NoHealth(),
+        meet_seconds=meet_seconds,
+    )
+
+
+def _own_store() -> Any:
+    """Return a connection to the rendezvous store that no other thread uses."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    host, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 29500)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    # A launcher that starts the ranks again keeps its store, with the verdict of the last attempt.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"keepstep/{attempt}", store)
+
+
+def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     if not text:
         return default

@@ -26,6 +26,7 @@ class Optimizer:
     ) -> None:
         self._parts = dict(parts)
         self._names = names_of(model)
+        self._paths: dict[str, torch.Tensor] | None = None
         for part in self._parts.values():
             for group in part.param_groups:
                 group[_PEAK] = group["lr"]
@@ -67,6 +68,17 @@ class Optimizer:
             }
             for name, part in self._parts.items()
         }
+
+    def parameter_of(self, path: str) -> torch.Tensor | None:
+        """Return the parameter whose state stands at `path` in a checkpoint, if there is one."""
+        if self._paths is None:
+            self._paths = {
+                f"optimizer.{name}.state.{self._names[id(parameter)]}": parameter
+                for name, part in self._parts.items()
+                for group in part.param_groups
+                for parameter in group["params"]
+            }
+        return self._paths.get(path)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
         """Take the saved state; keep this one's hyper-parameters and return which differ.

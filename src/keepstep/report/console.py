@@ -7,7 +7,8 @@ console falls silent and the journal, which holds every number, says so.
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,8 +27,13 @@ _WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "store", "config", "hooks"})
 class Console:
     """A hook that prints. `quiet` leaves out progress and saves, not what went wrong."""
 
+    first_rank_only = True
+
     def __init__(self, *, quiet: bool, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
+        if isinstance(self._stream, TextIOWrapper):
+            # A terminal that knows no `·` shows something else for it, and the run goes on.
+            self._stream.reconfigure(errors="replace")
         self._quiet = quiet
         self._lost = False
         self._bar: Progress | None = None
@@ -60,14 +66,15 @@ class Console:
             self._line(
                 run,
                 "skip",
-                f"step {step:,}: loss {metrics['loss']:g}, gradient norm"
-                f" {metrics['grad_norm']:g} are not finite; no update",
+                f"step {step:,}: no update, because not all is finite: loss"
+                f" {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}",
             )
         if self._bar is None and step % config.log_interval and step != config.max_steps:
             return
         numbers = self._numbers(run, step, metrics)
         if self._bar is not None and self._bar_task is not None:
-            self._bar.update(self._bar_task, completed=step, description=numbers)
+            bar, task = self._bar, self._bar_task
+            self._guarded(run, lambda: bar.update(task, completed=step, description=numbers))
         elif not self._quiet:
             self._print(run, f"step {step:,}/{config.max_steps:,}  {numbers}")
 
@@ -84,9 +91,7 @@ class Console:
 
     def on_run_end(self, run: "Run", outcome: "Outcome") -> None:
         """Say how it ended, what is saved and where, and the command that continues."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._guarded(run, self._stop_bar)
         self._print(run, last_line(outcome, run.store.folder))
 
     def _numbers(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> str:
@@ -118,16 +123,30 @@ class Console:
         self._print(run, f"{word:<{_WORD_WIDTH}}{text}")
 
     def _print(self, run: "Run", line: str) -> None:
+        self._guarded(run, lambda: self._write(line))
+
+    def _write(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            bar.stop()
+
+    def _guarded(self, run: "Run", show: Callable[[], None]) -> None:
+        """Show something; where the reader is gone, fall silent.
+
+        Losing hours of training over a line of text helps nobody.
+        """
         if self._lost:
             return
         try:
-            if self._bar is not None:
-                self._bar.console.print(line, markup=False, highlight=False)
-            else:
-                self._stream.write(line + "\n")
-                self._stream.flush()
+            show()
         except (OSError, ValueError) as error:
-            # The reader is gone. Losing hours of training over a line of text helps nobody.
             self._lost = True
             self._bar = None
             run.journal.write("notice", word="console", text=f"output is lost: {error}")
@@ -151,7 +170,9 @@ def last_line(outcome: "Outcome", checkpoints: Path) -> str:
         case "stopped":
             return f"stopped  at step {outcome.step:,} ({outcome.reason}); {where}. {again}"
         case ending:
-            return f"{ending} at step {outcome.step:,}: {outcome.reason}; {where}."
+            # The whole error follows on its own; here only what it is about.
+            lines = outcome.reason.splitlines() or [""]
+            return f"{ending} at step {outcome.step:,}: {lines[0]}; {where}."
 
 
 def _count(number: int) -> str:

@@ -13,11 +13,14 @@ from keepstep.config.explain import said
 from keepstep.config.schema import Config
 from keepstep.config.validate import CATCH_ALL, flatten, validate
 
+_PLACES = frozenset({"run.dir", "checkpoint.dir", "data.cache"})
+
 
 def config_changes(record: Path, config: Config) -> list[str]:
     """Return what is another in `config` than in the recorded one, one phrase a field.
 
-    A field that the record does not have (it is of an older version) had its default.
+    A field that the record does not have (it is of an older version) had its default. Where a run
+    lives is no change of it.
     """
     if not record.is_file():
         return []
@@ -33,7 +36,7 @@ def config_changes(record: Path, config: Config) -> list[str]:
     return [
         f"{path}: {said(old.get(path))} -> {said(new.get(path))}"
         for path in [*new, *(path for path in old if path not in new)]
-        if old.get(path) != new.get(path)
+        if old.get(path) != new.get(path) and path not in _PLACES
     ]
 
 

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 class Hook:
     """Subclass and override what is needed.
 
-    A hook may call `run.request_stop(reason)` and `run.request_save()`. The ranks agree on it once
-    a step, so what `on_step_end` asks for happens at the end of the next step at the latest.
+    Every rank has hooks of its own; one whose class says `first_rank_only = True` is called on the
+    first rank alone. A hook may call `run.request_stop(reason)` and `run.request_save()`. The
+    ranks agree on it once a step, so what `on_step_end` asks for happens at the end of the next
+    step at the latest.
     """
 
     def on_run_start(self, run: "Run") -> None:
@@ -51,8 +53,17 @@ class Hook:
 class Hooks:
     """Calls every hook in order; a method that a hook does not have is passed over."""
 
-    def __init__(self, hooks: Sequence[object]) -> None:
-        self._hooks = list(hooks)
+    def __init__(self, hooks: Sequence[object], *, is_first: bool) -> None:
+        self._hooks = [
+            hook for hook in hooks if is_first or not getattr(hook, "first_rank_only", False)
+        ]
+        names = [_name(hook) for hook in self._hooks if hasattr(hook, "state_dict")]
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(
+                    f"two hooks are a {name}; only one of them could get its saved state back",
+                    hint="Give each a class of its own, if only a subclass.",
+                )
 
     def call(self, method: str, *arguments: object) -> None:
         """Call `method` on each hook that has it."""

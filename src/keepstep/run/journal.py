@@ -11,6 +11,7 @@ Without the rewind a step that was taken twice would stand in it twice, with two
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from keepstep.errors import KeepstepError
 from keepstep.store.disk import AppendFile, Disk
 
+_BLOCK_BYTES = 1 << 20
 _OF_A_STEP = frozenset({"step", "evaluation", "saved"})
 
 
@@ -40,18 +42,24 @@ class Journal:
         if not self._path.exists():
             return 0
         self.close()
-        data = self._path.read_bytes()
-        cut = _end_of_kept_prefix(data, step)
-        prefix, kept, gone = data[:cut], [], 0
-        for line in data[cut:].splitlines(keepends=True):
+        cut, tail = _split_behind(self._path, step)
+        kept, gone = [], 0
+        for line in tail.splitlines(keepends=True):
             event = _parsed(line)
             if event is None or _is_taken_back(event, step, keep_evaluation=keep_evaluation):
                 gone += 1
             else:
                 kept.append(line)
         if gone:
-            self._disk.replace_file(self._path, prefix + b"".join(kept))
+            self._disk.rewrite_tail(self._path, cut, b"".join(kept))
         return gone
+
+    def tells_of_a_save(self) -> int | None:
+        """Return the step of the last save that the journal tells of, if there is one."""
+        if not self._path.exists():
+            return None
+        saved = [event["step"] for event in read_journal(self._path) if event["kind"] == "saved"]
+        return saved[-1] if saved else None
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event; it is in the kernel's hands when this returns."""
@@ -59,24 +67,44 @@ class Journal:
         line = (json.dumps(_plain(event), allow_nan=False) + "\n").encode()
         try:
             if self._file is None:
+                # A line of its own: what stands behind a torn one would be lost with it.
+                line = b"\n" * _is_torn(self._path) + line
                 self._file = self._disk.open_append(self._path)
             self._file.write(line)
         except OSError as error:
-            raise KeepstepError(
-                f"the journal {self._path} cannot be written: {error.strerror}",
-                hint="Make room or mend the disk, then run the same command to continue.",
-            ) from error
+            raise self._cannot_be_written(error) from error
 
     def sync(self) -> None:
         """Make every line so far durable."""
-        if self._file is not None:
-            self._file.sync()
+        try:
+            if self._file is not None:
+                self._file.sync()
+        except OSError as error:
+            raise self._cannot_be_written(error) from error
+
+    def _cannot_be_written(self, error: OSError) -> KeepstepError:
+        return KeepstepError(
+            f"the journal {self._path} cannot be written: {error.strerror}",
+            hint="Make room or mend the disk, then run the same command to continue.",
+        )
 
     def close(self) -> None:
         """Close the file; the next `write` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class SilentJournal(Journal):
+    """The journal of every rank but the first: it takes what it is given and writes nothing."""
+
+    def rewind(self, step: int, *, keep_evaluation: bool) -> int:
+        """Take nothing back."""
+        del step, keep_evaluation
+        return 0
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Write nothing: the first rank writes it."""
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
@@ -88,16 +116,46 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _end_of_kept_prefix(data: bytes, step: int) -> int:
-    """Return where the last step line of at most `step` ends; all before it stays as it is."""
-    end = len(data)
+def _split_behind(path: Path, step: int) -> tuple[int, bytes]:
+    """Return where the last step line of at most `step` ends, and all that follows it.
+
+    Read from the end, block by block: a long run's beginning is not looked at.
+    """
+    with path.open("rb") as file:
+        position, tail = file.seek(0, os.SEEK_END), b""
+        while True:
+            end = _end_of_kept(tail, step, from_start=position == 0)
+            if end is not None:
+                return position + end, tail[end:]
+            count = min(_BLOCK_BYTES, position)
+            position -= count
+            file.seek(position)
+            tail = file.read(count) + tail
+
+
+def _end_of_kept(tail: bytes, step: int, *, from_start: bool) -> int | None:
+    """Return where the last line to stay ends in a file's tail; None where it is not in it."""
+    end = len(tail)
     while end > 0:
-        start = data.rfind(b"\n", 0, end - 1) + 1
-        event = _parsed(data[start:end])
+        start = tail.rfind(b"\n", 0, end - 1) + 1
+        if start == 0 and not from_start:
+            return None  # The line may begin further up.
+        event = _parsed(tail[start:end])
         if event is not None and event["kind"] == "step" and event["step"] <= step:
             return end
         end = start
-    return 0
+    return 0 if from_start else None
+
+
+def _is_torn(path: Path) -> bool:
+    """Tell whether a file's last line has no end."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _is_taken_back(event: dict[str, Any], step: int, *, keep_evaluation: bool) -> bool:

@@ -36,6 +36,7 @@ def _advance(
 ) -> Outcome | None:
     """Take one step and do what is due after it; return the outcome if the run ends here."""
     counters = state.counters
+    run.group.health.phase = f"step {counters.step + 1}"
     batch = next(batches, None)
     if batch is None:
         return run.outcome(Ending.STOPPED, reason="the data ran out")
@@ -44,6 +45,7 @@ def _advance(
     if _has_diverged(state, run):
         return run.outcome(Ending.DIVERGED, reason=_how_it_diverged(result, state))
     if result.agreed.stop:
+        _hear_the_reason(run)
         grace = f"{run.stop.reason} (grace {run.stop.grace_seconds:g} s)"
         run.notice("stop", f"{grace}: finishing step {counters.step:,}")
     stop = _evaluate_and_save(task, result, state, run) or result.agreed.stop
@@ -79,7 +81,7 @@ def _finish_what_is_owed(task: "Task", state: TrainingState, run: Run) -> Outcom
     committed, which is never modified: the store records the best beside it.
     """
     counters, max_steps = state.counters, run.config.train.max_steps
-    if agree(run.group, StepFacts(stop=run.stop.requested)).stop:
+    if _stop_agreed(run):
         return run.outcome(Ending.STOPPED, reason=run.stop.reason)
     owed = counters.evaluation_owed and run.saved_step == counters.step
     if owed and counters.skips_in_a_row == 0:
@@ -149,19 +151,31 @@ def _evaluate_and_save(task: "Task", result: StepResult, state: TrainingState, r
         is_best = run.store.would_be_best(metrics)
     if counters.save_owed != SaveDue.NO or is_best:
         run.save(state, metrics=run.metrics)
-    return agree(run.group, StepFacts(stop=run.stop.requested)).stop
+    return _stop_agreed(run)
+
+
+def _stop_agreed(run: Run) -> bool:
+    """Agree on whether to stop."""
+    stop = agree(run.group, StepFacts(stop=run.stop.requested)).stop
+    if stop:
+        _hear_the_reason(run)
+    return stop
+
+
+def _hear_the_reason(run: Run) -> None:
+    """Take over the reason for an agreed stop from the rank that has one."""
+    reasons = run.group.ranks.gather(run.stop.reason, what="stop")
+    run.request_stop(next(reason for reason in reasons if reason))
 
 
 def _evaluate(task: "Task", state: TrainingState, run: Run) -> dict[str, float] | None:
     """Return the held-out metrics, or None where a stop cut the evaluation short."""
     counters = state.counters
-    seed_everything(run.config.run.seed, "evaluate", run.group.rank, counters.step)
+    seed_everything(run.config.run.seed, "evaluate", run.layout.data_index, counters.step)
 
-    def stop_requested() -> bool:
-        return agree(run.group, StepFacts(stop=run.stop.requested)).stop
-
+    run.group.health.phase = f"the evaluation after step {counters.step}"
     with autocast(run):
-        found = task.evaluate(state.model, stop_requested)
+        found = task.evaluate(state.model, lambda: _stop_agreed(run))
     if found is None:
         return None
     metrics = dict(found)

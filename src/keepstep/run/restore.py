@@ -7,6 +7,7 @@ recorded in every checkpoint that follows from it.
 
 from typing import TYPE_CHECKING, Literal
 
+from keepstep.errors import NotFound
 from keepstep.run.changes import config_changes
 from keepstep.run.environment import differences
 from keepstep.run.run import Run
@@ -14,6 +15,7 @@ from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
 from keepstep.store.catalog import checkpoints_in
 from keepstep.store.layout import RUN_TOML_NAME
+from keepstep.store.ranks import first
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
@@ -25,12 +27,20 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     """Make `state` the one to continue from; a fresh folder leaves it as it is."""
     run.position = state
     run.identity.update({f"data.{name}": value for name, value in task.identity.items()})
-    choice = _choice(run)
+    choice = first(run.group.ranks, "choice", lambda: _choice(run))
     run.environment[_ON_RESUME] = run.config.checkpoint.on_resume
-    restored = run.store.restore(choice, must_match=run.identity, run_id=run.recorded_run_id)
+    restored = run.store.restore(
+        choice, must_match=run.identity, run_id=run.recorded_run_id, like=state.like
+    )
+    if restored is None and choice != "fresh":
+        first(run.group.ranks, "journal", lambda: _require_nothing_saved(run))
     optimizer, changes = _load(restored, state, run) if restored is not None else ([], [])
     counters = state.counters
-    gone = run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed)
+    gone = first(
+        run.group.ranks,
+        "rewind",
+        lambda: run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed),
+    )
     _tell_changes(run, optimizer=optimizer, environment=changes)
     run.begin()
     _tell(restored, run, taken_back=gone)
@@ -45,6 +55,18 @@ def _choice(run: Run) -> Literal["newest", "fresh"] | int:
     if whole and max(whole, key=lambda m: m.sequence).environment.get(_ON_RESUME) == wish:
         return "newest"
     return "fresh" if wish == "fresh" else int(wish)
+
+
+def _require_nothing_saved(run: Run) -> None:
+    """Refuse to start over where the journal tells of checkpoints that are not there."""
+    step = run.journal.tells_of_a_save()
+    if step is not None:
+        raise NotFound(
+            f"the journal in {run.folder} tells of a checkpoint of step {step:,}, and"
+            f" {run.store.folder} holds none",
+            hint="Is it mounted, and the folder that you mean? To start over all the same, use"
+            " --checkpoint.on_resume=fresh.",
+        )
 
 
 def _load(restored: Restored, state: TrainingState, run: Run) -> tuple[list[str], list[str]]:
@@ -67,7 +89,11 @@ def _tell_changes(run: Run, *, optimizer: list[str], environment: list[str]) -> 
     This comes before the run's record of its config is overwritten: a kill in between would leave
     no trace of what the config was.
     """
-    since_session = config_changes(run.folder / RUN_TOML_NAME, run.config)
+    since_session = first(
+        run.group.ranks,
+        "changes",
+        lambda: config_changes(run.folder / RUN_TOML_NAME, run.config),
+    )
     for change in since_session:
         run.notice("config", f"changed since the last session: {change}")
     if since_session:

@@ -7,6 +7,7 @@ Invariants:
 4. While a session lives `outcome.json` says *running*: a kill never leaves an older ending there.
 """
 
+import gc
 import json
 import os
 import time
@@ -18,11 +19,12 @@ from keepstep.config.quantities import bytes_text
 from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, run_folder
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
+from keepstep.distributed.mesh import lay_out
 from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
-from keepstep.run.journal import Journal
+from keepstep.run.journal import Journal, SilentJournal
 from keepstep.run.outcome import Ending, Outcome, ending_of
 from keepstep.run.policy import SaveDue
 from keepstep.run.stop import StopRequests
@@ -38,12 +40,17 @@ from keepstep.store.layout import (
     RUN_TOML_NAME,
 )
 from keepstep.store.lock import FolderLock
+from keepstep.store.manifest import digest_of
+from keepstep.store.plain import decode, encode
+from keepstep.store.ranks import first
 from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
+    "best_gone": "the best so far, step {step} ({metric} {value:g}), is not there any more;"
+    " the best of those that are takes its place",
     "housekeeping_failed": "the checkpoint is committed, but tidying up failed: {error}",
 }
 
@@ -59,10 +66,17 @@ class Run:
         self.group = group
         self.folder = run_folder(config)
         self.device = choose_device(config.train.device, group)
-        self.hooks = Hooks([*hooks, *load_hooks(config.run.hooks)])
+        self.layout = lay_out(
+            config.distributed,
+            rank=group.rank,
+            world_size=group.world_size,
+            device=self.device.type,
+        )
+        self.hooks = Hooks([*hooks, *load_hooks(config.run.hooks)], is_first=group.is_first)
         self.identity = must_match(config)
         self.disk = Disk()
-        self.journal = Journal(self.folder / JOURNAL_NAME, disk=self.disk)
+        journal = Journal if group.is_first else SilentJournal
+        self.journal: Journal = journal(self.folder / JOURNAL_NAME, disk=self.disk)
         self.lock = FolderLock(self.folder / LOCK_NAME)
         self.store: Store = self._make_store()
         self.environment = describe_environment(self.device)
@@ -78,10 +92,12 @@ class Run:
     def _make_store(self) -> Store:
         config = self.config.checkpoint
         folder = checkpoint_folder(self.config)
-        inside = folder.resolve().is_relative_to(self.folder.resolve())
         return Store(
             folder,
-            lock=self.lock if inside else None,
+            # Any other way into this folder asks for this very lock.
+            lock=self.lock if folder.resolve() == self.folder.resolve() else None,
+            ranks=self.group.ranks,
+            mesh=self.layout.sizes,
             keep_last_n=config.keep_last_n,
             keep_best_n=config.keep_best_n,
             keep_every=config.keep_every,
@@ -91,6 +107,15 @@ class Run:
             disk=self.disk,
             on_event=self._on_store_event,
         )
+
+    def let_go(self) -> None:
+        """Let go of the folder, and of what must not outlive the process group."""
+        self.journal.close()
+        self.lock.release()
+        if self.position is not None and self.group.world_size > 1:
+            # FSDP's hooks and buffers hold the group; freed after it, they abort the process.
+            self.position.release()
+            gc.collect()
 
     def request_stop(self, reason: str) -> None:
         """Ask for a stop at the end of this step, on every rank."""
@@ -107,10 +132,12 @@ class Run:
 
     def begin(self) -> None:
         """Make the folder this session's own: the identity is known to be right."""
-        for name in sweep(self.folder, self.disk):
-            self._on_store_event("swept", name=name)
-        self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
+        first(self.group.ranks, "begin", self._begin_folder)
         self.begun = True
+
+    def _begin_folder(self) -> None:
+        sweep(self.folder, self.disk, self._on_store_event)
+        self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
 
@@ -119,9 +146,13 @@ class Run:
         counters = state.counters
         milestone = counters.save_owed == SaveDue.MILESTONE
         counters.save_owed = SaveDue.NO.value
+        self.group.health.phase = f"the save of step {counters.step}"
         self.save_requested = False
         self.journal.sync()
-        captured = {**state.capture(), "hooks": self.hooks.state()}
+        hooks = first(
+            self.group.ranks, "hooks", lambda: encode(self.hooks.state(), path="state.hooks")
+        )
+        captured = {**state.capture(), "hooks": decode(hooks)}
         saved = self.store.save(
             captured,
             step=counters.step,
@@ -156,15 +187,21 @@ class Run:
 
     def close(self, outcome: Outcome) -> None:
         """Write down how the run ended and tell the hooks; the file comes last."""
-        self.journal.write("outcome", **outcome.as_data())
-        if not self._ending_told:
-            # A hook that fails here ends the run as failed: it is not asked a second time.
-            self._ending_told = True
-            self.hooks.call("on_run_end", self, outcome)
-        self._write_outcome(outcome.as_data())
+        self.group.health.phase = "the end"
+        try:
+            self.journal.write("outcome", **outcome.as_data())
+            if not self._ending_told:
+                # A hook that fails here ends the run as failed: it is not asked a second time.
+                self._ending_told = True
+                self.hooks.call("on_run_end", self, outcome)
+        finally:
+            self._write_outcome(outcome.as_data())
 
-    def read_run_id(self) -> None:
-        """Learn which run the last session in this folder was, if there was one."""
+    def take_folder(self) -> str | None:
+        """Hold the folder; return which run the last session in it was, if there was one."""
+        _require_one_place(self)
+        self.disk.make_folders(self.folder)
+        self.lock.acquire()
         path = self.folder / OUTCOME_NAME
         if path.is_file():
             try:
@@ -172,11 +209,20 @@ class Run:
             except ValueError as error:
                 # It is written atomically, so this is damage from outside; checkpoints decide.
                 self.notice("run", f"{path} is not JSON ({error}); it is written anew")
-                return
+                return None
             run_id = found.get("run_id") if isinstance(found, dict) else None
-            self.recorded_run_id = run_id if isinstance(run_id, str) else None
+            return run_id if isinstance(run_id, str) else None
+        return None
+
+    def note_loss(self, error: KeepstepError) -> None:
+        """Write the outcome of a run that is about to be left while its main thread is blocked."""
+        ending, code = ending_of(error)
+        if self.begun:
+            self._write_outcome(self.outcome(ending, reason=str(error), code=code).as_data())
 
     def _write_outcome(self, data: dict[str, Any]) -> None:
+        if not self.group.is_first:
+            return
         # Before the run has begun, the checkpoints here are not known to be this session's.
         run_id = self.store.run_id if self.begun else self.recorded_run_id
         text = json.dumps({**data, "run_id": run_id}, indent=2) + "\n"
@@ -198,22 +244,49 @@ class Run:
 @contextmanager
 def open_run(config: Config, *, stop: StopRequests, hooks: Sequence[object]) -> Iterator[Run]:
     """Hold the run's folder; an exception inside becomes an outcome and goes on its way."""
-    group = open_group()
-    if config.train.deterministic:
-        make_deterministic()
-    run = Run(config, stop=stop, group=group, hooks=hooks)
-    _require_one_place(run)
-    run.disk.make_folders(run.folder)
-    with run.lock, run.store:
+    with open_group(config.distributed, device=config.train.device) as group:
+        if config.train.deterministic:
+            make_deterministic()
+        run: Run | None = None
         try:
-            run.read_run_id()
-            yield run
+            run = Run(config, stop=stop, group=group, hooks=hooks)
+            _require_one_config(run)
+            run.recorded_run_id = first(group.ranks, "folder", run.take_folder)
+            group.health.leave_with(run.note_loss)
+            with run.store:
+                yield run
         except BaseException as error:
-            if run.begun or isinstance(error, CheckpointDamaged):
-                _close_after(error, run)
-            raise
+            cause = group.health.explain(_as_failure(error))
+            group.health.report(cause, ending_of(cause)[1])
+            if run is not None and (run.begun or isinstance(cause, CheckpointDamaged)):
+                _close_after(cause, run)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
-            run.journal.close()
+            if run is not None:
+                run.let_go()
+
+
+def _as_failure(error: BaseException) -> BaseException:
+    """Return an error for what would end Python by itself, with a code that is not the run's."""
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return KeepstepError(
+            f"a hook or a library left the run by {type(error).__name__}({error})",
+            hint="A hook that wants the run to end calls run.request_stop(reason).",
+        )
+    return error
+
+
+def _require_one_config(run: Run) -> None:
+    """Refuse ranks that were started with different configs."""
+    digests = run.group.ranks.gather(digest_of(dump_toml(run.config).encode()), what="config")
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise UsageError(
+            f"ranks {differing} were started with another config than rank 0",
+            hint="Start all ranks with the same command and the same files.",
+        )
 
 
 def _require_one_place(run: Run) -> None:
@@ -222,7 +295,7 @@ def _require_one_place(run: Run) -> None:
     Its newest checkpoint would be ignored, and one run would be split into two.
     """
     inner = run.folder / CHECKPOINTS_NAME
-    if run.store.folder == run.folder and checkpoints_in(inner):
+    if run.store.folder.resolve() == run.folder.resolve() and checkpoints_in(inner):
         raise UsageError(
             f"checkpoint.dir: {run.folder} is a run's folder; its checkpoints are in {inner}",
             hint=f"Use --run.dir={run.folder} to continue that run, or another folder.",
@@ -235,5 +308,6 @@ def _close_after(error: BaseException, run: Run) -> None:
     reason = f"{type(error).__name__}: {error}"
     try:
         run.close(run.outcome(ending, reason=reason, code=code))
-    except (OSError, KeepstepError) as second:
-        error.add_note(f"{OUTCOME_NAME} could not be written: {second}")
+    # Whatever fails now, a hook or the disk, must not take the place of what ended the run.
+    except Exception as second:
+        error.add_note(f"and while the run was closed: {type(second).__name__}: {second}")

@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from keepstep.distributed.agree import StepFacts, agree
+from keepstep.distributed.shard import reduce_gradients, whole
 from keepstep.run.run import Run
 from keepstep.state.rng import seed_everything
 from keepstep.state.training_state import TrainingState
@@ -42,10 +43,11 @@ class StepResult:
 def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> StepResult:
     """Take one step with `batch` and count it."""
     counters = state.counters
-    seed_everything(run.config.run.seed, "step", run.group.rank, counters.step)
+    seed_everything(run.config.run.seed, "step", run.layout.data_index, counters.step)
+    buffers = [(buffer, buffer.clone()) for buffer in _floating_buffers(state.model)]
     loss_sum = _backward(task, batch, state, run)
     gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-    norm_tensor = get_total_norm(gradients)
+    norm_tensor = whole(get_total_norm(gradients))
     # One transfer for both numbers: on a GPU each of its own would wait for the device.
     loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()
     agreed = agree(
@@ -54,6 +56,7 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
             nonfinite=not (math.isfinite(loss) and math.isfinite(norm)),
             stop=run.stop.requested,
             save=run.save_requested,
+            loss=loss,
         ),
     )
     state.optimizer.set_factor(run.schedule(counters.updates))
@@ -64,24 +67,33 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
         run.store.fence()
         state.optimizer.step()
         counters.updates += 1
+    else:
+        # A running mean is updated in the forward pass, and would carry the nan from here on.
+        for buffer, before in buffers:
+            buffer.copy_(before)
     state.optimizer.zero_grad()
     counters.skips_in_a_row = counters.skips_in_a_row + 1 if agreed.nonfinite else 0
     counters.step += 1
     counters.samples += batch.samples
     counters.tokens += batch.tokens
-    return StepResult(loss=loss, grad_norm=norm, rate=rate, agreed=agreed)
+    return StepResult(loss=agreed.loss, grad_norm=norm, rate=rate, agreed=agreed)
 
 
 def _backward(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> torch.Tensor:
     """Accumulate the gradient of the batch's mean loss; return that loss."""
     share = 1.0 / len(batch.micro_batches)
     losses = []
-    for micro_batch in batch.micro_batches:
+    for number, micro_batch in enumerate(batch.micro_batches, 1):
+        reduce_gradients(state.model, now=number == len(batch.micro_batches))
         with autocast(run):
             loss = task.loss(state.model, _on_device(micro_batch, run.device)) * share
         torch.autograd.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def _floating_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def autocast(run: Run) -> contextlib.AbstractContextManager[Any]:

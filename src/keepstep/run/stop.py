@@ -109,11 +109,7 @@ class StopRequests:
 def _stop_signals() -> list[signal.Signals]:
     """Return the signals that mean "stop"; one that was ignored from outside stays ignored."""
     wanted = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-    return [
-        number
-        for number in wanted
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]
+    return [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _launcher_repeat_seconds() -> float:

@@ -6,12 +6,14 @@ by `os._exit`: nothing is cleaned up, and nothing needs to be, because a checkpo
 invisible at every instant.
 """
 
-import os
+import math
 import select
 import signal
 import socket
 import threading
 import time
+
+from keepstep.distributed.leave import leave
 
 _END = b"\0"
 
@@ -49,8 +51,12 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Wait for signals, the deadline or the end, whichever comes first."""
+        # Not select, which knows no descriptor above 1,023.
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._wakeup], [], [], self._seconds_to_look_again())
+            seconds = self._seconds_to_look_again()
+            ready = poll.poll(None if seconds is None else math.ceil(seconds * 1000))
             for number in self._wakeup.recv(4096) if ready else b"":
                 if number == _END[0]:
                     return
@@ -77,5 +83,4 @@ class Watchdog(threading.Thread):
 
 def _leave(number: int, why: str) -> None:
     name = signal.Signals(number).name
-    os.write(2, f"stop     {name}: {why}; leaving at once. Checkpoints are whole.\n".encode())
-    os._exit(128 + number)
+    leave(128 + number, f"stop     {name}: {why}; leaving at once. Checkpoints are whole.")

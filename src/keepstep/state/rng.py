@@ -1,7 +1,9 @@
 """Random numbers derived from (seed, stream, rank, step): nothing needs to survive.
 
 Guarantees: what a step draws depends on these four alone. A resumed step draws what the first
-one drew, whatever ran in between; two streams, ranks or steps never share their numbers.
+one drew, whatever ran in between. Seeds of two streams, ranks or steps differ in 64 bits; torch's
+CPU generator and numpy's take 32 of them, so in a long run two steps may draw the same numbers,
+as they would from any seeds of that width.
 """
 
 import random

@@ -42,6 +42,27 @@ class TrainingState:
         self.model = model
         self.optimizer = optimizer
         self.counters = Counters()
+        self._named: dict[str, torch.Tensor] | None = None
+
+    def like(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return the tensor like which a saved one is sharded; None for one that every rank has.
+
+        A moment is sharded as its parameter is, also in a fresh optimizer, which has none yet.
+        """
+        parent, _, _ = name.rpartition(".")
+        found = self._model_tensors().get(name, self.optimizer.parameter_of(parent))
+        return found if found is not None and tuple(found.shape) == shape else None
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        if self._named is None:
+            named = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+            self._named = {n: value for n, value in named.items() if torch.is_tensor(value)}
+        return self._named
+
+    def release(self) -> None:
+        """Drop the model and the optimizer; the state cannot be used afterwards."""
+        del self.model, self.optimizer
+        self._named = None
 
     def capture(self) -> dict[str, Any]:
         """Return what survives, as a tree of tensors and plain values; nothing is copied."""

@@ -4,9 +4,11 @@ Importing this package imports no torch; saving and restoring do.
 """
 
 from keepstep.store.catalog import Checkpoint, find_checkpoints_folder, list_checkpoints
+from keepstep.store.facts import Saved
+from keepstep.store.load import load_state
 from keepstep.store.manifest import Best, Manifest
 from keepstep.store.resume import Restored
-from keepstep.store.store import Saved, Store, load_state
+from keepstep.store.store import Store
 from keepstep.store.verify import Fault, verify
 
 __all__ = [

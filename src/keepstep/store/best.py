@@ -30,20 +30,28 @@ class BestSoFar:
             return self.best
         return Best(metric=self.metric, mode=self.mode, value=value, sequence=sequence, step=step)
 
-    def restore(self, chosen: Manifest, kept: Sequence[Manifest]) -> None:
+    def restore(
+        self, chosen: Manifest, kept: Sequence[Manifest], *, must_stand: bool
+    ) -> Best | None:
         """Take the best of the chosen manifest, or of a kept one on its line that is better.
 
-        A best of another metric or mode is not comparable and begins anew. A best whose checkpoint
-        is gone keeps its value: a worse one must not take its place.
+        A best of another metric or mode is not comparable and begins anew. With ``must_stand`` a
+        best whose checkpoint is gone, which only someone else can have done, gives way to the
+        best of those that are there, and is returned; without it, it keeps its value.
         """
         best = chosen.best
         same = best is not None and (best.metric, best.mode) == (self.metric, self.mode)
         self.best = best if same else None
+        there = {manifest.sequence for manifest in kept}
+        gone = self.best if self.best is not None and self.best.sequence not in there else None
+        if gone is not None and must_stand:
+            self.best = None
         for manifest in sorted(kept, key=lambda m: m.sequence):
             if manifest.sequence <= chosen.sequence:
                 self.best = self.after(
                     manifest.metrics, sequence=manifest.sequence, step=manifest.step
                 )
+        return gone if must_stand else None
 
     def _is_better(self, value: float, than: Best | None) -> bool:
         if than is None:

@@ -11,12 +11,14 @@ names may be missing after a power cut although a later rename survived.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepstep.errors import KeepstepError
 from keepstep.store.catalog import look_at
 from keepstep.store.disk import Disk
+from keepstep.store.facts import Facts
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_NAME,
@@ -27,29 +29,17 @@ from keepstep.store.layout import (
     step_name,
     trash_name,
 )
-from keepstep.store.manifest import Best, Manifest, to_bytes
+from keepstep.store.manifest import (
+    Best,
+    Manifest,
+    file_from_data,
+    tensor_from_data,
+    to_bytes,
+)
+from keepstep.store.ranks import Ranks, first, together
 
 if TYPE_CHECKING:
     from keepstep.store.tensors import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a save knows besides the state; see `Manifest`."""
-
-    run_id: str
-    sequence: int
-    parent: int | None
-    step: int
-    updates: int
-    samples: int
-    tokens: int
-    must_match: dict[str, Any]
-    fingerprint: str
-    environment: dict[str, Any]
-    metrics: dict[str, float]
-    best: Best | None
-    milestone: bool
 
 
 def commit(
@@ -58,51 +48,128 @@ def commit(
     *,
     folder: Path,
     disk: Disk,
+    ranks: Ranks,
     on_event: Callable[..., None],
 ) -> tuple[Manifest, bool]:
     """Make one attempt to commit; return the manifest, and whether it is a new one.
 
-    An OSError leaves no trace but, at worst, a staging folder that the next session sweeps away.
+    Every rank writes its own file; the first one commits. An error of any rank is raised on all;
+    it leaves no trace but, at worst, a staging folder that the next session sweeps away. On other
+    ranks than the first the manifest holds no files, tensors and plain state.
     """
-    staging = folder / staging_name(facts.step)
-    final = folder / step_name(facts.step)
+    staging = folder / first(ranks, "save: begin", lambda: _begin(folder, facts, disk))
+    made: list[Manifest] = []
+
+    def make_visible() -> dict[str, Any]:
+        manifest, told = _make_visible(snapshot, facts, written, staging, disk)
+        made.append(manifest)
+        return told
+
     try:
-        disk.make_folder(staging)
-        manifest = _write(snapshot, facts, staging, disk)
+        written = together(ranks, "save: write", lambda: _write(snapshot, staging, ranks, disk))
+        _require_alike(written)
         on_event("written", step=facts.step)
-        standing = look_at(final)
-        if standing.manifest is not None and _is_same(standing.manifest, manifest):
-            disk.remove_tree(staging)
-            disk.sync_folder(folder)
-            return standing.manifest, False
-        replaces = final.is_symlink() or final.exists()
-        if replaces:
-            disk.exchange(staging, final)
-        else:
-            disk.rename(staging, final)
-        _sync_or_take_back(staging, final, replaces=replaces, disk=disk)
+        told = first(ranks, "save: commit", make_visible)
     except BaseException as error:
-        disk.discard(staging, because=error)
+        if ranks.rank == 0:
+            disk.discard(staging, because=error)
         raise
-    if replaces:
-        new_name = set_aside(staging, disk=disk, name=final.name)
-        on_event("set_aside", name=final.name, new_name=new_name)
-    return manifest, True
+    if told["aside"]:
+        on_event("set_aside", name=step_name(facts.step), new_name=told["aside"])
+    if ranks.rank == 0:
+        return made[0], told["new"]
+    return _manifest(facts, told, files=(), tensors=(), plain=None), told["new"]
 
 
-def _sync_or_take_back(staging: Path, final: Path, *, replaces: bool, disk: Disk) -> None:
+def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
+    staging = folder / staging_name(facts.step)
+    disk.make_folder(staging)
+    return staging.name
+
+
+def _require_alike(written: list[dict[str, Any]]) -> None:
+    """Raise where the ranks do not save the same state: a part of it would be another's."""
+    differing = [n for n, one in enumerate(written) if one["state"] != written[0]["state"]]
+    if differing:
+        raise KeepstepError(
+            f"ranks {differing} hold another plain state, or other tensors, than rank 0",
+            hint="Everything but the shards of tensors must be the same on all ranks.",
+        )
+
+
+def _make_visible(
+    snapshot: "Snapshot", facts: Facts, written: list[dict[str, Any]], staging: Path, disk: Disk
+) -> tuple[Manifest, dict[str, Any]]:
+    """Commit what all ranks have written; return the manifest and what the other ranks hear."""
+    from keepstep.store.tensors import merge
+
+    final = staging.parent / step_name(facts.step)
+    told: dict[str, Any] = {
+        "time": time.time(),
+        "world_size": len(written),
+        "sequence": facts.sequence,
+        "best": None if facts.best is None else asdict(facts.best),
+        "new": True,
+        "aside": "",
+    }
+    manifest = _manifest(
+        facts,
+        told,
+        files=[file_from_data(one["file"]) for one in written if one["file"] is not None],
+        tensors=merge(tensor_from_data(entry) for one in written for entry in one["tensors"]),
+        plain=snapshot.plain,
+    )
+    disk.sync_folder(staging)
+    disk.replace_file(staging / MANIFEST_NAME, to_bytes(manifest))
+    standing = look_at(final).manifest
+    if standing is not None and _is_same(standing, manifest):
+        disk.remove_tree(staging)
+        disk.sync_folder(staging.parent)
+        best = None if standing.best is None else asdict(standing.best)
+        there = {"time": standing.time, "sequence": standing.sequence, "best": best}
+        return standing, {**told, **there, "new": False}
+    if final.is_symlink() or final.exists():
+        told["aside"] = _replace(staging, final, disk)
+    else:
+        disk.rename(staging, final)
+        _sync_or(lambda: disk.rename(final, staging), final.parent, disk)
+    return manifest, told
+
+
+def _replace(staging: Path, final: Path, disk: Disk) -> str:
+    """Commit in the place of another checkpoint, which is aside from the same instant on.
+
+    The new one goes to `aside/` first and is swapped from there: at no instant does the old one
+    have a name under which it could be swept away. Returns the old one's name there.
+    """
+    place = _free_aside(final, disk)
+    disk.rename(staging, place)
+    try:
+        disk.sync_folder(place.parent)
+        disk.exchange(place, final)
+    except OSError as error:
+        disk.discard(place, because=error)
+        raise
+    _sync_or(lambda: _swap_back(place, final, disk), final.parent, disk)
+    disk.sync_folder(place.parent)
+    return f"{ASIDE_NAME}/{place.name}"
+
+
+def _swap_back(place: Path, final: Path, disk: Disk) -> None:
+    disk.exchange(place, final)
+    disk.remove_tree(place)
+
+
+def _sync_or(take_back: Callable[[], None], folder: Path, disk: Disk) -> None:
     """Reach the commit point, or leave no checkpoint that was never known to be durable.
 
     A second sync of the folder could succeed without the rename being on disk, since the kernel
     reports a failed write once; so the next attempt must begin with files and names of its own.
     """
     try:
-        disk.sync_folder(final.parent)
+        disk.sync_folder(folder)
     except OSError:
-        if replaces:
-            disk.exchange(staging, final)
-        else:
-            disk.rename(final, staging)
+        take_back()
         raise
 
 
@@ -117,18 +184,24 @@ def point_links(folder: Path, *, latest: int | None, best: int | None, disk: Dis
             disk.remove_link(link)
 
 
-def set_aside(path: Path, *, disk: Disk, name: str = "") -> str:
-    """Move a checkpoint to `aside/`, durably, as `name` or its own; return its new name there."""
-    aside, name = path.parent / ASIDE_NAME, name or path.name
-    disk.make_folders(aside)
-    target, number = aside / name, 1
-    while target.is_symlink() or target.exists():
-        number += 1
-        target = aside / f"{name}.{number}"
+def set_aside(path: Path, *, disk: Disk) -> str:
+    """Move a checkpoint to `aside/`, durably; return its new name there."""
+    target = _free_aside(path, disk)
     disk.rename(path, target)
-    disk.sync_folder(aside)
+    disk.sync_folder(target.parent)
     disk.sync_folder(path.parent)
     return f"{ASIDE_NAME}/{target.name}"
+
+
+def _free_aside(path: Path, disk: Disk) -> Path:
+    """Return a path in `aside/` that nothing has yet: the name itself, or one with a number."""
+    aside = path.parent / ASIDE_NAME
+    disk.make_folders(aside)
+    target, number = aside / path.name, 1
+    while target.is_symlink() or target.exists():
+        number += 1
+        target = aside / f"{path.name}.{number}"
+    return target
 
 
 def delete(path: Path, *, disk: Disk) -> None:
@@ -139,23 +212,34 @@ def delete(path: Path, *, disk: Disk) -> None:
     disk.remove_tree(trash)
 
 
-def _write(snapshot: "Snapshot", facts: Facts, staging: Path, disk: Disk) -> Manifest:
+def _write(snapshot: "Snapshot", staging: Path, ranks: Ranks, disk: Disk) -> dict[str, Any]:
+    """Write this rank's file, durably; return what the first rank needs to know of it."""
     from keepstep.store.tensors import write_tensors
 
-    file, tensors = write_tensors(snapshot, staging, file_name=data_name(0), disk=disk)
-    manifest = Manifest(
-        **{name: getattr(facts, name) for name in facts.__dataclass_fields__},
-        time=time.time(),
-        world_size=1,
-        mesh={},
+    found: dict[str, Any] = {"file": None, "tensors": [], "state": snapshot.digest()}
+    if snapshot.written or ranks.rank == 0:
+        name = data_name(ranks.rank)
+        file, tensors = write_tensors(snapshot, staging, file_name=name, disk=disk)
+        found["file"] = asdict(file)
+        found["tensors"] = [asdict(entry) for entry in tensors]
+    return found
+
+
+def _manifest(
+    facts: Facts, told: dict[str, Any], *, files: Any, tensors: Any, plain: Any
+) -> Manifest:
+    known = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+    known["sequence"] = told["sequence"]
+    known["best"] = None if told["best"] is None else Best(**told["best"])
+    return Manifest(
+        **known,
+        time=told["time"],
+        world_size=told["world_size"],
         commit_method="rename",
-        files=(file,),
-        tensors=tensors,
-        plain=snapshot.plain,
+        files=tuple(files),
+        tensors=tuple(tensors),
+        plain=plain,
     )
-    disk.sync_folder(staging)
-    disk.replace_file(staging / MANIFEST_NAME, to_bytes(manifest))
-    return manifest
 
 
 def _is_same(standing: Manifest, new: Manifest) -> bool:

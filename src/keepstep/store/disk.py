@@ -152,6 +152,22 @@ class Disk:
             raise
         self.sync_folder(path.parent)
 
+    def rewrite_tail(self, path: Path, start: int, data: bytes) -> None:
+        """Make a file end in `data` from byte `start` on, durably.
+
+        For a file of lines whose readers pass over a torn one: a crash may leave the old end, the
+        new one, or the new one with some of the old behind it.
+        """
+        self.operation("write", path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            os.pwrite(descriptor, data, start)
+            self.operation("truncate", path)
+            os.ftruncate(descriptor, start + len(data))
+            self.sync(descriptor, path)
+        finally:
+            os.close(descriptor)
+
     def point_link(self, path: Path, target: str) -> None:
         """Make `path` a link to `target`, durably; a crash leaves the old link or the new one."""
         if path.is_symlink() and os.readlink(path) == target:

@@ -5,7 +5,7 @@ holds it; a session that dies in any way holds it no longer. The lock is a POSIX
 data worker that outlives its killed parent does not keep it (a flock it would), and it works over
 NFS. Two pitfalls of such locks are handled here: within one process they do not conflict, and
 closing any descriptor of the file drops them; so a process-wide register of held paths is asked
-first, and nothing else opens a lock file that this process holds.
+first, and `confirm` takes the lock again before anything is committed or deleted.
 """
 
 import errno
@@ -28,13 +28,9 @@ class FolderLock:
     """The lock of a run's folder, a file named `lock` in it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        # Absolute from the start: a session may change its folder before it lets go.
+        self._path = path.absolute()
         self._descriptor: int | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._descriptor is not None
 
     def acquire(self) -> None:
         """Hold the lock from here on; Locked says who has it instead."""
@@ -60,6 +56,21 @@ class FolderLock:
         os.pwrite(descriptor, (json.dumps(words) + "\n").encode(), 0)
         self._descriptor = descriptor
         _held.add(path)
+
+    def confirm(self) -> None:
+        """Take the lock again, which changes nothing while it is held; Locked if it was lost.
+
+        Any code of this process that opens and closes the file, such as a copy of the folder,
+        drops a lock of this kind.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _locked(self._path, _read_holder(self._descriptor)) from error
+            raise
 
     def release(self) -> None:
         """Let the lock go; the file stays, since removing it would let two sessions hold one."""

@@ -127,7 +127,8 @@ def to_bytes(manifest: Manifest) -> bytes:
     data = asdict(manifest)
     data["metrics"] = {name: _number_out(value) for name, value in manifest.metrics.items()}
     _check(manifest)
-    body = _canonical(data)
+    # Not sorted: the order of a state's dicts is part of it.
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     return body[:-1] + _DIGEST_KEY + digest_of(body).encode() + b'"}\n'
 
 
@@ -187,26 +188,25 @@ def _from_data(data: dict[str, Any]) -> Manifest:
             **data,
             "metrics": {name: float(value) for name, value in data["metrics"].items()},
             "best": None if best is None else Best(**best),
-            "files": tuple(FileEntry(**entry) for entry in data["files"]),
-            "tensors": tuple(
-                TensorEntry(
-                    name=entry["name"],
-                    dtype=entry["dtype"],
-                    shape=tuple(entry["shape"]),
-                    pieces=tuple(
-                        Piece(
-                            **{
-                                **piece,
-                                "offset": tuple(piece["offset"]),
-                                "shape": tuple(piece["shape"]),
-                            }
-                        )
-                        for piece in entry["pieces"]
-                    ),
-                )
-                for entry in data["tensors"]
-            ),
+            "files": tuple(file_from_data(entry) for entry in data["files"]),
+            "tensors": tuple(tensor_from_data(entry) for entry in data["tensors"]),
         }
+    )
+
+
+def file_from_data(data: dict[str, Any]) -> FileEntry:
+    """Return a file's entry as `asdict` and JSON gave it."""
+    return FileEntry(**data)
+
+
+def tensor_from_data(data: dict[str, Any]) -> TensorEntry:
+    """Return a tensor's entry as `asdict` and JSON gave it."""
+    pieces = [
+        Piece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
+        for piece in data["pieces"]
+    ]
+    return TensorEntry(
+        name=data["name"], dtype=data["dtype"], shape=tuple(data["shape"]), pieces=tuple(pieces)
     )
 
 
@@ -215,8 +215,16 @@ def _check(manifest: Manifest) -> None:
     for name in ("sequence", "step", "updates", "samples", "tokens", "world_size"):
         value = getattr(manifest, name)
         _require(type(value) is int and value >= 0, f"{name} is {value!r}")
-    _require(isinstance(manifest.must_match, dict), "must_match is not a table")
-    _require(isinstance(manifest.environment, dict), "environment is not a table")
+    for name in ("must_match", "environment", "metrics", "mesh"):
+        _require(isinstance(getattr(manifest, name), dict), f"{name} is not a table")
+    for name in ("run_id", "fingerprint", "commit_method"):
+        _require(isinstance(getattr(manifest, name), str), f"{name} is not a text")
+    _require(manifest.parent is None or type(manifest.parent) is int, "parent is no number")
+    _require(type(manifest.time) in (int, float), "time is no number")
+    _require(type(manifest.milestone) is bool, "milestone is neither true nor false")
+    sizes = manifest.mesh.values()
+    _require(all(type(size) is int and size > 0 for size in sizes), "mesh has impossible sizes")
+    _require_best(manifest.best)
     ends = {}
     for entry in manifest.files:
         _require(is_data_name(entry.name), f"file name {entry.name!r}")
@@ -235,6 +243,15 @@ def _check(manifest: Manifest) -> None:
         ends[piece.file] = piece.end
     for entry in manifest.files:
         _require(ends[entry.name] == entry.size, f"{entry.name} has bytes behind its pieces")
+
+
+def _require_best(best: Best | None) -> None:
+    if best is not None:
+        _require(best.mode in ("min", "max"), f"best has the mode {best.mode!r}")
+        _require(isinstance(best.metric, str), "best has no metric")
+        _require(type(best.value) in (int, float), "best has no value")
+        numbers = (best.sequence, best.step)
+        _require(all(type(n) is int and n >= 0 for n in numbers), "best names no checkpoint")
 
 
 def _require_digest(text: Any) -> None:

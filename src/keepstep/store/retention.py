@@ -1,11 +1,11 @@
 """Which checkpoints to keep: a pure function of the manifests and the policy.
 
 Guarantees: the order is that of the commits, never of names, steps or times. What is newest,
-best, a milestone, on a step to be kept for ever, or protected by the caller is always kept.
+best, a milestone, or on a step to be kept for ever is always kept.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepstep.store.manifest import Manifest
@@ -31,11 +31,10 @@ def reasons_to_keep(
     policy: Retention,
     *,
     best: int | None = None,
-    protected: Collection[int] = (),
 ) -> dict[int, list[str]]:
     """Return for each sequence number why it is kept; what has no reason may go.
 
-    ``best``: the sequence of the best so far. ``protected``: what is being resumed from.
+    ``best``: the sequence of the best so far.
     """
     ordered = sorted(manifests, key=lambda manifest: manifest.sequence)
     reasons: dict[int, list[str]] = {manifest.sequence: [] for manifest in ordered}
@@ -51,8 +50,6 @@ def reasons_to_keep(
             reasons[manifest.sequence].append("milestone")
         if policy.keep_every and manifest.step % policy.keep_every == 0:
             reasons[manifest.sequence].append(f"every {policy.keep_every:,}")
-    for sequence in protected:
-        reasons.get(sequence, []).append("in use")
     for sequence in _best(ordered, policy.keep_best_n, best):
         reasons[sequence].append("best")
     if ordered:

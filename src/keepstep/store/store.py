@@ -17,22 +17,34 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
-from keepstep.store import commit
+from keepstep.store import commit, housekeeping
 from keepstep.store.best import BestSoFar
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.disk import Disk
+from keepstep.store.facts import Facts, Saved, count_of, metrics_of, table_of
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Manifest, fingerprint_of
-from keepstep.store.resume import Restored, check_identity, check_one_run, choose
-from keepstep.store.retention import Retention, reasons_to_keep
+from keepstep.store.ranks import OneRank, Ranks, first, together
+from keepstep.store.resume import (
+    Like,
+    Restored,
+    check_identity,
+    check_one_run,
+    choose,
+    look_together,
+    set_aside_others,
+)
+from keepstep.store.retention import Retention
 from keepstep.store.sweep import sweep
+
+if TYPE_CHECKING:
+    from keepstep.store.tensors import Snapshot
 
 _BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
 
@@ -41,27 +53,13 @@ def _ignore(_event: str, **_facts: Any) -> None:
     """Hear nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A committed checkpoint; `new` is False where it was there already, from this very state."""
-
-    path: Path
-    manifest: Manifest
-    new: bool
-    seconds: float
-
-    @property
-    def bytes(self) -> int:
-        """Size of all data files."""
-        return self.manifest.size
-
-
 class Store:
     """The checkpoints of one run, in `folder`; open it for a session with `with` or `open`.
 
+    With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
-    deleted, housekeeping_failed.
+    deleted, best_gone, housekeeping_failed.
     """
 
     def __init__(
@@ -75,23 +73,26 @@ class Store:
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
         lock: FolderLock | None = None,
+        ranks: Ranks | None = None,
+        mesh: Mapping[str, int] | None = None,
         disk: Disk | None = None,
         on_event: Callable[..., None] = _ignore,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         self.policy = Retention(
             keep_last_n=keep_last_n, keep_best_n=keep_best_n, keep_every=keep_every
         )
         self.run_id = secrets.token_hex(8)
         self.newest: Manifest | None = None
         self._disk = disk if disk is not None else Disk()
+        self._ranks: Ranks = ranks if ranks is not None else OneRank()
+        self._mesh = mesh if mesh is not None else {}
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._best = BestSoFar(metric=best_metric, mode=best_mode)
         self._save_retries = save_retries
         self._on_event = on_event
         self._next_sequence = 1
-        self._resumed_from: int | None = None
         self._ready_to_save = False
         self._open = False
 
@@ -104,17 +105,13 @@ class Store:
         """Hold the folder; Locked if it is in use. Nothing in it is changed yet."""
         if self._open:
             return
-        self._disk.make_folders(self.folder)
-        if self._shared_lock is None:
-            self._lock.acquire()
+        self._next_sequence = first(self._ranks, "open", self._hold_folder)
         self._open = True
         self._ready_to_save = False
-        found = checkpoints_in(self.folder, aside=True)
-        self._next_sequence = 1 + max((c.manifest.sequence for c in found if c.manifest), default=0)
 
     def close(self) -> None:
         """Let the folder go."""
-        if self._open and self._shared_lock is None:
+        if self._open and self._shared_lock is None and self._ranks.rank == 0:
             self._lock.release()
         self._open = False
 
@@ -138,6 +135,7 @@ class Store:
         *,
         must_match: Mapping[str, Any] | None = None,
         run_id: str | None = None,
+        like: Like | None = None,
     ) -> Restored | None:
         """Return the state to continue from, every byte verified; None where nothing is there.
 
@@ -147,9 +145,13 @@ class Store:
         Raises CheckpointDamaged where none is whole, OtherRun where `must_match` or `run_id` (of
         an earlier session, if known) differs, NotFound for a step that is not there, UsageError
         for "fresh" in a folder that holds checkpoints.
+
+        ``like(name, shape)``: the tensor like which a saved one is to be sharded, or None for a
+        whole one. Each rank reads its own regions only.
         """
+        self._ranks.meet("restore")
         self.open()
-        found = checkpoints_in(self.folder)
+        found = look_together(self.folder, self._ranks)
         if not found:
             if isinstance(choice, int):
                 raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
@@ -160,25 +162,46 @@ class Store:
                 f"{self.folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
                 hint="Choose a new folder, or move the checkpoints away.",
             )
-        chosen = choose(found, step=choice if isinstance(choice, int) else None)
-        manifest, state, skipped = chosen
+        # Before gigabytes are read, and before anything is said about another run's checkpoints.
         check_one_run(found, folder=self.folder, run_id=run_id)
-        check_identity(manifest, must_match, folder=self.folder)
+        if must_match is not None:
+            wanted = table_of("must_match", must_match)
+            together(
+                self._ranks,
+                "restore: identity",
+                lambda: check_identity(found, wanted, folder=self.folder),
+            )
+        manifest, state, skipped = choose(
+            found,
+            step=choice if isinstance(choice, int) else None,
+            ranks=self._ranks,
+            like=like,
+        )
         self._make_ready_to_save()
-        self.run_id = manifest.run_id
-        self.newest = manifest
-        self._resumed_from = manifest.sequence
-        set_aside = self._set_aside_others(found, manifest)
-        remaining = [c.manifest for c in checkpoints_in(self.folder) if c.manifest is not None]
-        self._best.restore(manifest, remaining)
-        self._point_links()
+        set_aside = self._take_up(found, manifest)
         return Restored(
             path=self.folder / step_name(manifest.step),
             manifest=manifest,
             state=state,
             skipped=skipped,
-            set_aside=set_aside,
+            set_aside=tuple(set_aside),
         )
+
+    def _take_up(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
+        """Become the session that follows a checkpoint; return the names of what was set aside."""
+        self.run_id = manifest.run_id
+        self.newest = manifest
+        set_aside: list[str] = first(
+            self._ranks,
+            "restore: set aside",
+            lambda: set_aside_others(found, manifest, self._disk, self._on_event),
+        )
+        kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
+        gone = self._best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
+        if gone is not None:
+            self._on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
+        first(self._ranks, "links", self._point_links)
+        return set_aside
 
     def save(
         self,
@@ -201,48 +224,72 @@ class Store:
         """
         from keepstep.store.tensors import take_apart
 
+        self._ranks.meet(f"the save of step {step}")
         self.open()
+        facts = self._facts(
+            step=count_of("step", step),
+            updates=count_of("updates", step if updates is None else updates),
+            samples=count_of("samples", samples),
+            tokens=count_of("tokens", tokens),
+            must_match=table_of("must_match", must_match),
+            environment=table_of("environment", environment),
+            metrics=metrics_of(metrics),
+            milestone=bool(milestone),
+        )
         if not self._ready_to_save:
-            if checkpoints_in(self.folder):
+            if first(self._ranks, "save: look", lambda: len(checkpoints_in(self.folder))):
                 raise UsageError(
                     f"{self.folder} holds checkpoints, and this session has not looked at them",
                     hint="Call restore() before the first save, or choose an empty folder.",
                 )
             self._make_ready_to_save()
         started = time.monotonic()
-        snapshot = take_apart(state)
+        taken: list[Snapshot] = []
+        together(self._ranks, "save: state", lambda: taken.append(take_apart(state, self._ranks)))
+        snapshot = taken[0]
+        first(self._ranks, "save: lock", self._lock.confirm)
         self._on_event("snapshot", step=step)
-        sequence = self._next_sequence
-        measured = dict(metrics or {})
-        facts = commit.Facts(
+        manifest, new = self._commit_with_retries(snapshot, facts)
+        saved = Saved(
+            path=self.folder / step_name(facts.step),
+            manifest=manifest,
+            new=new,
+            seconds=time.monotonic() - started,
+        )
+        self._adopt(saved, facts)
+        if self._ranks.rank == 0:
+            self._tidy()
+        return saved
+
+    def _facts(self, **given: Any) -> Facts:
+        sequence, newest = self._next_sequence, self.newest
+        return Facts(
+            **given,
             run_id=self.run_id,
             sequence=sequence,
-            parent=self.newest.sequence if self.newest is not None else None,
-            step=step,
-            updates=step if updates is None else updates,
-            samples=samples,
-            tokens=tokens,
-            must_match=dict(must_match or {}),
-            fingerprint=fingerprint_of(must_match or {}),
-            environment=dict(environment or {}),
-            metrics=measured,
-            best=self._best.after(measured, sequence=sequence, step=step),
-            milestone=milestone,
+            parent=newest.sequence if newest is not None else None,
+            fingerprint=fingerprint_of(given["must_match"]),
+            best=self._best.after(given["metrics"], sequence=sequence, step=given["step"]),
+            mesh=dict(self._mesh),
         )
-        manifest, new = self._commit_with_retries(snapshot, facts)
-        seconds = time.monotonic() - started
-        saved = Saved(
-            path=self.folder / step_name(step), manifest=manifest, new=new, seconds=seconds
-        )
-        if new:
-            self._next_sequence = sequence + 1
+
+    def _adopt(self, saved: Saved, facts: Facts) -> None:
+        """Take what stands now for this session's newest, if it is.
+
+        It is also where an attempt had committed it and could not say so: its number must not be
+        given again, and its best is the best.
+        """
+        manifest = saved.manifest
+        newest = self.newest.sequence if self.newest is not None else 0
+        if manifest.sequence > newest:
+            self._next_sequence = max(self._next_sequence, manifest.sequence + 1)
             self.newest = manifest
             self._best.best = manifest.best
-            self._on_event("committed", manifest=manifest, path=saved.path, seconds=seconds)
-        elif measured:
-            self._best.best = self._best.after(measured, sequence=manifest.sequence, step=step)
-        self._after_commit()
-        return saved
+            self._on_event("committed", manifest=manifest, path=saved.path, seconds=saved.seconds)
+        if not saved.new:
+            self._best.best = self._best.after(
+                facts.metrics, sequence=manifest.sequence, step=facts.step
+            )
 
     def would_be_best(self, metrics: Mapping[str, float]) -> bool:
         """Tell whether a checkpoint with these metrics would be the best so far."""
@@ -254,12 +301,10 @@ class Store:
         The checkpoint is not modified; the next manifest records it. Returns whether it is the
         best now.
         """
-        entry = look_at(self.folder / step_name(step))
-        if entry.manifest is None:
-            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
         before = self._best.best
-        self._best.best = self._best.after(metrics, sequence=entry.manifest.sequence, step=step)
-        self._point_links()
+        sequence = first(self._ranks, "best", lambda: self._sequence_of(step))
+        self._best.best = self._best.after(metrics, sequence=sequence, step=step)
+        first(self._ranks, "links", self._point_links)
         return self._best.best != before
 
     def fence(self) -> None:
@@ -269,18 +314,37 @@ class Store:
         """Finish what is being written; True if nothing is left. Synchronous saves leave none."""
         return deadline_seconds >= 0
 
+    def _hold_folder(self) -> int:
+        """Hold the folder for all ranks; return the next sequence number."""
+        self._disk.make_folders(self.folder)
+        if self._shared_lock is None:
+            self._lock.acquire()
+        found = checkpoints_in(self.folder, aside=True)
+        return 1 + max((entry.manifest.sequence for entry in found if entry.manifest), default=0)
+
     def _make_ready_to_save(self) -> None:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""
         if not self._ready_to_save:
-            for name in sweep(self.folder, self._disk):
-                self._on_event("swept", name=name)
+            first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
+            self.run_id = first(self._ranks, "run id", lambda: self.run_id)
             self._ready_to_save = True
 
-    def _commit_with_retries(self, snapshot: Any, facts: commit.Facts) -> tuple[Manifest, bool]:
+    def _sequence_of(self, step: int) -> int:
+        entry = look_at(self.folder / step_name(step))
+        if entry.manifest is None:
+            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
+        return entry.manifest.sequence
+
+    def _commit_with_retries(self, snapshot: Any, facts: Facts) -> tuple[Manifest, bool]:
         for attempt in range(self._save_retries + 1):
             try:
                 return commit.commit(
-                    snapshot, facts, folder=self.folder, disk=self._disk, on_event=self._on_event
+                    snapshot,
+                    facts,
+                    folder=self.folder,
+                    disk=self._disk,
+                    ranks=self._ranks,
+                    on_event=self._on_event,
                 )
             except OSError as error:
                 if attempt == self._save_retries:
@@ -301,62 +365,23 @@ class Store:
             hint=hint,
         )
 
-    def _set_aside_others(self, found: list[Checkpoint], manifest: Manifest) -> tuple[str, ...]:
-        """Move aside what the chosen checkpoint does not follow from: damaged, or later."""
-        others = [
-            entry
-            for entry in found
-            if entry.step != manifest.step
-            and (entry.manifest is None or entry.manifest.sequence > manifest.sequence)
-        ]
-        for entry in others:
-            new_name = commit.set_aside(entry.path, disk=self._disk)
-            self._on_event("set_aside", name=entry.name, new_name=new_name)
-        return tuple(entry.name for entry in others)
-
-    def _after_commit(self) -> None:
-        """Point the links and delete what has no reason to stay; roles are looked at again here.
-
-        The checkpoint is committed: a failure here is told, and does not make the save a failure.
-        """
-        try:
-            self._point_links()
-            self._retain()
-        except OSError as error:
-            self._on_event("housekeeping_failed", error=str(error))
-
     def _point_links(self) -> None:
-        best = self._best.best
-        commit.point_links(
+        housekeeping.point_links(
             self.folder,
-            latest=self.newest.step if self.newest is not None else None,
-            best=best.step if best is not None else None,
+            newest=self.newest,
+            best=self._best.best,
             disk=self._disk,
+            on_event=self._on_event,
         )
 
-    def _retain(self) -> None:
-        entries = {
-            entry.manifest.sequence: entry
-            for entry in checkpoints_in(self.folder)
-            if entry.manifest is not None
-        }
-        reasons = reasons_to_keep(
-            [entry.manifest for entry in entries.values() if entry.manifest is not None],
+    def _tidy(self) -> None:
+        """Do what follows a commit, on the first rank; its failures are told and harm nothing."""
+        self._point_links()
+        self._lock.confirm()
+        housekeeping.retain(
+            self.folder,
             self.policy,
-            best=self._best.best.sequence if self._best.best is not None else None,
-            protected=[self.newest.sequence] if self.newest is not None else [],
+            best=self._best.best,
+            disk=self._disk,
+            on_event=self._on_event,
         )
-        for sequence, kept_because in reasons.items():
-            if not kept_because:
-                commit.delete(entries[sequence].path, disk=self._disk)
-                self._on_event("deleted", name=entries[sequence].name)
-
-
-def load_state(path: Path | str, *, only: str | None = None) -> dict[str, Any]:
-    """Return the state of one checkpoint's folder, verified; for reading, without a lock."""
-    from keepstep.store.tensors import read_state
-
-    entry = look_at(Path(path).resolve())
-    if entry.manifest is None:
-        raise CheckpointDamaged(f"{path}: {entry.fault}")
-    return read_state(entry.path, entry.manifest, only=only)

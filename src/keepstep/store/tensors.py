@@ -11,8 +11,8 @@ Guarantees:
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from keepstep.errors import CheckpointDamaged, UnsafeState
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import FileEntry, Manifest, Piece, TensorEntry, digest_of
 from keepstep.store.plain import TensorReference, decode, encode
+from keepstep.store.ranks import OneRank, Ranks
+from keepstep.store.shards import Part, Place, Region, part_of, written_here
 
 PIECE_BYTES_MAX = 64 << 20
 _HEADER_ALIGNMENT = 4096
@@ -49,20 +51,39 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A state taken apart: its plain tree as JSON, and its tensors by name, shared ones once."""
+    """A state taken apart: its plain tree as JSON, and its tensors by name, shared ones once.
+
+    `parts` holds what this process has of every tensor, `written` the names that it writes.
+    """
 
     plain: Any
-    tensors: dict[str, torch.Tensor]
+    parts: dict[str, Part]
+    written: frozenset[str]
+
+    def digest(self) -> str:
+        """Return the digest of what all ranks must have alike: plain state, names and shapes."""
+        shapes = [
+            [name, list(part.whole), str(part.local.dtype)] for name, part in self.parts.items()
+        ]
+        return digest_of(json.dumps([self.plain, shapes], sort_keys=True).encode())
 
 
-def take_apart(state: Mapping[str, Any]) -> Snapshot:
+_ONE_RANK = OneRank()
+
+
+def take_apart(state: Mapping[str, Any], ranks: Ranks = _ONE_RANK) -> Snapshot:
     """Take a state apart; UnsafeState names the path of what cannot be kept. Copies nothing."""
-    tensors: dict[str, torch.Tensor] = {}
+    if not isinstance(state, Mapping):
+        raise UnsafeState(
+            f"the state is a {type(state).__name__}, and must be a dict",
+            hint='Give it a name: {"model": ..., "optimizer": ...}.',
+        )
+    parts: dict[str, Part] = {}
     seen: dict[tuple[Any, ...], str] = {}
 
     def separate(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return TensorReference(_register(value, path, tensors, seen))
+            return TensorReference(_register(part_of(value, path, ranks), path, parts, seen))
         if type(value) is list or type(value) is tuple:
             return type(value)(separate(item, f"{path}.{n}") for n, item in enumerate(value))
         if isinstance(value, Mapping):
@@ -73,34 +94,38 @@ def take_apart(state: Mapping[str, Any]) -> Snapshot:
         return value
 
     tree = separate(state, "")
-    return Snapshot(plain=encode(tree, path="state"), tensors=tensors)
+    plain = encode(tree, path="state")
+    return Snapshot(plain=plain, parts=parts, written=frozenset(written_here(parts)))
 
 
 def _register(
-    tensor: torch.Tensor,
-    path: str,
-    tensors: dict[str, torch.Tensor],
-    seen: dict[tuple[Any, ...], str],
+    part: Part, path: str, parts: dict[str, Part], seen: dict[tuple[Any, ...], str]
 ) -> str:
+    # A conjugate or negative view shares its bytes with what it is a view of.
+    tensor = part.local.resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         raise UnsafeState(f"{path} is a tensor without plain dense bytes ({tensor.layout})")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnsafeState(f"{path} is a {type(tensor).__qualname__}, not a plain tensor")
     if tensor.dtype not in _DTYPE_NAMES:
         raise UnsafeState(f"{path} has the type {tensor.dtype}, which safetensors cannot hold")
+    # By storage and not by address: an empty shard has no address, and is tied all the same.
+    storage = tensor.untyped_storage()
     place = (
         tensor.device,
-        tensor.data_ptr(),
+        storage.data_ptr(),
+        tensor.storage_offset(),
         tensor.dtype,
-        tuple(tensor.shape),
+        part.whole,
+        part.region,
         tensor.stride(),
     )
-    if tensor.numel() and place in seen:
+    if math.prod(part.whole) and storage.nbytes() and place in seen:
         return seen[place]
     name = path
-    while name in tensors:
+    while name in parts:
         name += "'"
-    tensors[name] = tensor.detach()
+    parts[name] = replace(part, local=tensor.detach())
     seen[place] = name
     return name
 
@@ -108,25 +133,26 @@ def _register(
 def write_tensors(
     snapshot: Snapshot, folder: Path, *, file_name: str, disk: Disk
 ) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
-    """Write the tensors into one durable safetensors file; return what the manifest says of it."""
-    # Wide types first, as safetensors does, so that every tensor is aligned to its own width.
-    names = sorted(
-        snapshot.tensors, key=lambda name: (-snapshot.tensors[name].element_size(), name)
-    )
-    header = _header(snapshot.tensors, names)
+    """Write what this process has to write into one durable safetensors file.
+
+    Returns what the manifest says of the file and of its pieces.
+    """
+    parts = {name: snapshot.parts[name] for name in snapshot.written}
+    names = sorted(parts, key=lambda name: _file_order(name, parts[name].local.element_size()))
+    header = _header({name: parts[name].local for name in names}, names)
     entries: list[TensorEntry] = []
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield header
         position = len(header)
         for name in names:
-            tensor = snapshot.tensors[name]
+            part_here, tensor = parts[name], parts[name].local
             data, pieces = _bytes_of(tensor), []
             for offset, shape, start, end in _ranges(tuple(tensor.shape), tensor.element_size()):
                 part = data[start:end]
                 pieces.append(
                     Piece(
-                        offset=offset,
+                        offset=_added(part_here.region.offset, offset),
                         shape=shape,
                         file=file_name,
                         start=position + start,
@@ -140,7 +166,7 @@ def write_tensors(
                 TensorEntry(
                     name=name,
                     dtype=_DTYPE_NAMES[tensor.dtype],
-                    shape=tuple(tensor.shape),
+                    shape=part_here.whole,
                     pieces=tuple(pieces),
                 )
             )
@@ -152,10 +178,38 @@ def write_tensors(
     return entry, tuple(entries)
 
 
-def read_state(folder: Path, manifest: Manifest, *, only: str | None = None) -> dict[str, Any]:
+def merge(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Return one entry a tensor, with the pieces that all ranks wrote of it."""
+    found: dict[str, TensorEntry] = {}
+    for entry in entries:
+        earlier = found.get(entry.name)
+        pieces = entry.pieces if earlier is None else earlier.pieces + entry.pieces
+        found[entry.name] = replace(entry, pieces=pieces)
+    return tuple(
+        sorted(found.values(), key=lambda e: _file_order(e.name, _DTYPES[e.dtype].itemsize))
+    )
+
+
+def _file_order(name: str, item_bytes: int) -> tuple[int, str]:
+    """Order wide types first, as safetensors does: each tensor is aligned to its own width."""
+    return -item_bytes, name
+
+
+def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+def read_state(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    only: str | None = None,
+    place_of: Callable[[str, tuple[int, ...]], Place | None] = lambda _name, _shape: None,
+) -> dict[str, Any]:
     """Return the state of a checkpoint whose sizes were checked, verifying every byte it reads.
 
-    ``only``: the one key at the top of the state that is wanted. Raises CheckpointDamaged.
+    ``only``: the one key at the top of the state that is wanted. ``place_of(name, shape)``: where
+    a tensor goes, if this process wants a region of it only. Raises CheckpointDamaged.
     """
     tree = decode(manifest.plain)
     if not isinstance(tree, dict):
@@ -173,7 +227,8 @@ def read_state(folder: Path, manifest: Manifest, *, only: str | None = None) -> 
             if value.name not in entries:
                 raise CheckpointDamaged(f"the tensor {value.name} is not in the manifest")
             if value.name not in loaded:
-                loaded[value.name] = _read_tensor(folder, entries[value.name])
+                entry = entries[value.name]
+                loaded[value.name] = _read_tensor(folder, entry, place_of(entry.name, entry.shape))
             return loaded[value.name]
         if isinstance(value, (list, tuple)):
             return type(value)(put_together(item) for item in value)
@@ -193,20 +248,28 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
                 raise CheckpointDamaged(f"the header of {entry.name} does not match its digest")
 
 
-def _read_tensor(folder: Path, entry: TensorEntry) -> torch.Tensor:
+def _read_tensor(folder: Path, entry: TensorEntry, place: Place | None) -> torch.Tensor:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointDamaged(f"{entry.name} has an unknown type {entry.dtype!r}")
     stored = sum(piece.end - piece.start for piece in entry.pieces)
     if stored != math.prod(entry.shape) * dtype.itemsize:
         raise CheckpointDamaged(f"{entry.name} has {stored:,} bytes, which is not its shape's")
-    tensor = torch.empty(entry.shape, dtype=dtype)
+    whole = Region(offset=(0,) * len(entry.shape), shape=entry.shape)
+    region = whole if place is None else place.region
+    tensor, filled = torch.empty(region.shape, dtype=dtype), 0
     for piece in entry.pieces:
-        _read_piece(folder, entry, piece, tensor)
-    return tensor
+        _check_piece(entry, piece, dtype.itemsize)
+        common = _common(Region(offset=piece.offset, shape=piece.shape), region)
+        if math.prod(common.shape):
+            _read_piece(folder, entry, piece, common, region, tensor)
+            filled += math.prod(common.shape)
+    if filled != tensor.numel():
+        raise CheckpointDamaged(f"the pieces of {entry.name} do not cover it")
+    return tensor if place is None else place.assemble(tensor)
 
 
-def _read_piece(folder: Path, entry: TensorEntry, piece: Piece, tensor: torch.Tensor) -> None:
+def _check_piece(entry: TensorEntry, piece: Piece, item_bytes: int) -> None:
     length = piece.end - piece.start
     inside = all(
         low >= 0 and size > 0 and low + size <= limit
@@ -214,14 +277,32 @@ def _read_piece(folder: Path, entry: TensorEntry, piece: Piece, tensor: torch.Te
     )
     if length and (not inside or len(piece.offset) != len(entry.shape)):
         raise CheckpointDamaged(f"a piece of {entry.name} lies outside the tensor")
-    if length != math.prod(piece.shape) * tensor.element_size():
+    if length != math.prod(piece.shape) * item_bytes:
         raise CheckpointDamaged(f"a piece of {entry.name} has another size than its shape")
-    if not length:
-        return
-    region = tensor
-    for axis, (low, size) in enumerate(zip(piece.offset, piece.shape, strict=True)):
-        region = region.narrow(axis, low, size)
-    target = region if region.is_contiguous() else torch.empty_like(region).contiguous()
+
+
+def _common(one: Region, other: Region) -> Region:
+    """Return the part that two regions have in common; its shape holds a 0 where there is none."""
+    low = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
+    high = tuple(
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
+    return Region(offset=low, shape=tuple(max(0, h - n) for n, h in zip(low, high, strict=True)))
+
+
+def _read_piece(
+    folder: Path,
+    entry: TensorEntry,
+    piece: Piece,
+    common: Region,
+    region: Region,
+    tensor: torch.Tensor,
+) -> None:
+    """Read and verify a whole piece, and put what it has `common` with the region in `tensor`."""
+    wanted = _narrowed(tensor, common, region.offset)
+    direct = common.shape == piece.shape and wanted.is_contiguous()
+    target = wanted if direct else torch.empty(piece.shape, dtype=tensor.dtype)
     data = _bytes_of(target)
     with (folder / piece.file).open("rb", buffering=0) as file:
         file.seek(piece.start)
@@ -231,8 +312,15 @@ def _read_piece(folder: Path, entry: TensorEntry, piece: Piece, tensor: torch.Te
             f"{piece.file}: bytes {piece.start:,} to {piece.end:,} ({entry.name}) do not match"
             " their digest"
         )
-    if target is not region:
-        region.copy_(target)
+    if not direct:
+        wanted.copy_(_narrowed(target, common, piece.offset))
+
+
+def _narrowed(tensor: torch.Tensor, region: Region, begin: tuple[int, ...]) -> torch.Tensor:
+    """Return the view of `region` in a tensor that begins at `begin`."""
+    for axis, (low, size, start) in enumerate(zip(region.offset, region.shape, begin, strict=True)):
+        tensor = tensor.narrow(axis, low - start, size)
+    return tensor
 
 
 def _read_into(data: memoryview, read: Callable[[memoryview], int | None]) -> None:

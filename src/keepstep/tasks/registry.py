@@ -1,8 +1,9 @@
 """Tasks by name: entry points of the group `keepstep.tasks`, so that one can live anywhere.
 
-An entry point is a module with `CONFIG` (the config class), `build(config)` (which may import
-torch) and, if it has any, `check(config)` and `look(config)` (which may not): what of its sections
-cannot be meant, and what of the machine does not fit them. Importing the module must stay light.
+An entry point is a module with `CONFIG` (the config class), `build(config, share)` (which may
+import torch) and, if it has any, `check(config)` and `look(config)` (which may not): what of its
+sections cannot be meant, and what of the machine does not fit them. Importing the module must stay
+light.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from keepstep.config.surroundings import look_around
 from keepstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keepstep.tasks.task import Task
+    from keepstep.tasks.task import DataShare, Task
 
 _GROUP = "keepstep.tasks"
 
@@ -39,9 +40,9 @@ def config_class(task: str) -> type[Config]:
     return cast(type[Config], _module(task).CONFIG)
 
 
-def build_task(config: Config) -> "Task":
-    """Build the task that a config names."""
-    return cast("Task", _module(config.task).build(config))
+def build_task(config: Config, share: "DataShare") -> "Task":
+    """Build the task that a config names, for this rank's share of the data."""
+    return cast("Task", _module(config.task).build(config, share))
 
 
 def _checks(config: Config) -> Sequence[Problem]:

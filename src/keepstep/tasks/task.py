@@ -24,6 +24,18 @@ class Batch:
     tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataShare:
+    """Which part of each global batch this rank takes: part `index` of `count` equal ones.
+
+    ``sum`` adds lists of numbers over the ranks, for metrics over all of them.
+    """
+
+    index: int = 0
+    count: int = 1
+    sum: Callable[[list[float]], list[float]] = lambda values: values
+
+
 class Task(Protocol):
     """What a run trains. Everything it returns is a pure function of its config and arguments."""
 

@@ -3,7 +3,8 @@
 `KEEPSTEP_TEST_INJECT` holds JSON: `at` (the number of the operation, from 1), `action` (kill,
 EIO, ENOSPC or log), `only` (a prefix of operations that count, such as a path's part), `every`
 (fail at each operation from `at` on), `log` (a file that gets one line an operation), `armed_by`
-(a file: operations count only while it is there). `signal_at_import` ([module, signal]) sends the
+(a file: operations count only while it is there), `rank` (a rank's number as text: only it
+fails). `signal_at_import` ([module, signal]) sends the
 process a signal when it begins to import a module. The product is unmodified: only the
 announcement `Disk.operation`, which does nothing in production, is replaced.
 """
@@ -23,6 +24,8 @@ _count = 0
 def _operation(self, name, path):
     global _count
     text = f"{name} {path}"
+    if _SPEC.get("rank", os.environ.get("RANK")) != os.environ.get("RANK"):
+        return
     if _SPEC.get("only", "") not in text or _SPEC.get("not", "\0") in text:
         return
     if "armed_by" in _SPEC and not os.path.exists(_SPEC["armed_by"]):

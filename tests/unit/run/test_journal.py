@@ -69,8 +69,16 @@ def test_the_cost_of_a_rewind_does_not_grow_with_the_run(tmp_path, monkeypatch):
     parsed = []
     real = module._parsed
     monkeypatch.setattr(module, "_parsed", lambda line: parsed.append(1) or real(line))
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 512)
+    before = (tmp_path / "j").read_bytes()
+    beginning = (tmp_path / "j").stat().st_ino
     journal.rewind(4990, keep_evaluation=True)
     assert len(parsed) < 100
+    # The same file, cut at its end: nothing of the beginning was written again.
+    assert (tmp_path / "j").stat().st_ino == beginning
+    after = (tmp_path / "j").read_bytes()
+    assert before.startswith(after)
+    assert kinds(tmp_path)[-1] == ("saved", 4990)
 
 
 def test_numbers_that_are_not_finite_are_written_by_name(tmp_path):
@@ -79,3 +87,18 @@ def test_numbers_that_are_not_finite_are_written_by_name(tmp_path):
     journal.close()
     (event,) = read_journal(tmp_path / "j")
     assert (event["loss"], event["metrics"]) == ("nan", {"a": "-inf"})
+
+
+def test_what_follows_a_torn_line_is_a_line_of_its_own(tmp_path):
+    journal = written(tmp_path)
+    with (tmp_path / "j").open("ab") as file:
+        file.write(b'{"kind": "step", "ste')
+    journal.write("notice", text="after the kill")
+    assert kinds(tmp_path)[-1] == ("notice", None)
+    journal.rewind(4, keep_evaluation=True)
+    assert kinds(tmp_path)[-2:] == [("saved", 4), ("notice", None)]
+
+
+def test_the_journal_knows_its_last_save(tmp_path):
+    assert Journal(tmp_path / "none", disk=Disk()).tells_of_a_save() is None
+    assert written(tmp_path).tells_of_a_save() == 6

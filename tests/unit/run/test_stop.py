@@ -84,3 +84,47 @@ with StopRequests() as stop:
 """
     assert run(code, TORCHELASTIC_RUN_ID="x").returncode == 0
     assert run(code).returncode == 128 + signal.SIGTERM
+
+
+LEAVE = """
+import time
+from keepstep.distributed.leave import leave
+{before}
+leave(143, "the last line")
+"""
+
+
+def test_the_last_way_out_waits_for_no_terminal():
+    full = "os.set_blocking(2, True)\nr, w = os.pipe()\nos.dup2(w, 2)\nos.set_blocking(w, False)"
+    full += "\ntry:\n    while True: os.write(w, b'x' * 65536)\nexcept BlockingIOError: pass"
+    full += "\nos.set_blocking(w, True)"
+    gone = "r, w = os.pipe()\nos.dup2(w, 2)\nos.close(r)"
+    for before in ("", full, gone):
+        done = run(LEAVE.format(before=before))
+        assert done.returncode == 143, before
+        if not before:
+            assert done.stderr == "the last line\n"
+
+
+def test_a_signal_that_was_ignored_from_outside_stays_ignored():
+    done = run("""
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with StopRequests() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not stop.requested
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_hooks_of_one_class_that_keep_a_state_are_refused():
+    import pytest
+
+    from keepstep.errors import UsageError
+    from keepstep.run.hooks import Hooks
+
+    class Keeper:
+        def state_dict(self):
+            return {}
+
+    with pytest.raises(UsageError, match="only one of them"):
+        Hooks([Keeper(), Keeper()], is_first=True)

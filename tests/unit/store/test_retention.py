@@ -34,7 +34,7 @@ def test_retention_keeps_what_has_a_role():
     found = manifests(10, milestone=lambda n: n in (2, 3))
     assert kept(found, Retention(keep_last_n=1)) == [2, 3, 10]
     assert kept(found, Retention(keep_last_n=1, keep_every=50)) == [2, 3, 5, 10]
-    assert kept(found, Retention(keep_last_n=1), best=7, protected=[4]) == [2, 3, 4, 7, 10]
+    assert kept(found, Retention(keep_last_n=1), best=7) == [2, 3, 7, 10]
     assert kept(found, Retention(keep_last_n=0)) == list(range(1, 11))
     assert kept([], Retention()) == []
     with pytest.raises(ValueError, match="negative"):

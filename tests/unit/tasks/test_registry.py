@@ -6,6 +6,7 @@ import pytest
 
 from keepstep.errors import ConfigError
 from keepstep.tasks.registry import build_task, config_class, load_task_config
+from keepstep.tasks.task import DataShare
 
 LIGHT = """
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class Cars(Config):
 
 CONFIG = Cars
 
-def build(config):
+def build(config, share):
     return ("built", config.wheels)
 """
 CHECK = """
@@ -55,14 +56,14 @@ def test_a_task_of_another_package_brings_its_config_its_checks_and_itself(insta
     with pytest.raises(ConfigError, match=r"c\.toml:2: wheels: must be 4"):
         load_task_config(path, [])
     config = load_task_config(path, ["--wheels=4"]).config
-    assert build_task(config) == ("built", 4)
+    assert build_task(config, DataShare()) == ("built", 4)
     assert type(config).__name__ == "Cars"
 
 
 def test_a_task_needs_no_checks(installed, tmp_path):
     installed("cars_two", LIGHT)
     config = load_task_config(write(tmp_path, ""), ["--task=cars_two", "--wheels=3"]).config
-    assert build_task(config) == ("built", 3)
+    assert build_task(config, DataShare()) == ("built", 3)
 
 
 def test_a_task_that_cannot_be_imported_is_named_with_the_reason(installed, tmp_path):

@@ -10,7 +10,7 @@ from keepstep.tasks.language import library
 from keepstep.tasks.language.config import METRICS, LanguageConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from keepstep.tasks.task import Task
+    from keepstep.tasks.task import DataShare, Task
 
 CONFIG = LanguageConfig
 
@@ -21,7 +21,7 @@ _AT_LEAST_ONE = (
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
 
-def build(config: Config) -> "Task":
+def build(config: Config, share: "DataShare") -> "Task":
     """Build the task; this imports torch and transformers."""
     assert isinstance(config, LanguageConfig), "the registry loads this task's own config"
     if not library.is_installed():
@@ -33,7 +33,7 @@ def build(config: Config) -> "Task":
         )
     from keepstep.tasks.language.task import LanguageTask
 
-    return LanguageTask(config)
+    return LanguageTask(config, share)
 
 
 def check(config: Config) -> list[Problem]:

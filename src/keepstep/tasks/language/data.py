@@ -39,6 +39,20 @@ class Windows:
         self._vocab_size = vocab_size
         self._name = name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a spawned worker needs: the place of the tokens, not the tokens."""
+        state, tokens = dict(self.__dict__), self._tokens
+        if isinstance(tokens, np.memmap):
+            state["_tokens"] = (tokens.filename, tokens.dtype.str, tokens.offset, tokens.shape)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the tokens anew."""
+        self.__dict__.update(state)
+        if isinstance(self._tokens, tuple):
+            name, dtype, offset, shape = self._tokens
+            self._tokens = np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=shape)
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return max(0, (len(self._tokens) - 1) // self._length)
@@ -61,20 +75,23 @@ class Windows:
 
 
 class BatchDataset(Dataset[torch.Tensor | DataError]):
-    """The n-th batch behind a position, by n.
+    """The n-th batch behind a position, by n; batches begin `stride` samples after one another.
 
     An error is returned, not raised: a loader that raises buries it in a worker's traceback.
     """
 
-    def __init__(self, windows: Windows, *, seed: int, position: int, batch: int) -> None:
+    def __init__(
+        self, windows: Windows, *, seed: int, position: int, batch: int, stride: int
+    ) -> None:
         self._windows = windows
         self._seed = seed
         self._position = position
         self._batch = batch
+        self._stride = stride
 
     def __getitem__(self, number: int) -> torch.Tensor | DataError:
         """Return the samples of a batch, shape (batch, length + 1)."""
-        start = self._position + number * self._batch
+        start = self._position + number * self._stride
         positions = np.arange(start, start + self._batch, dtype=np.int64)
         try:
             return self._windows.take(sample_indices(self._seed, positions, len(self._windows)))
@@ -83,9 +100,13 @@ class BatchDataset(Dataset[torch.Tensor | DataError]):
 
 
 def iterate_batches(
-    dataset: BatchDataset, *, workers: int, pinned: bool = False
+    dataset: BatchDataset, *, workers: int, pinned: bool = False, start: str = "fork"
 ) -> Iterator[torch.Tensor]:
-    """Yield batch after batch without end, loaded ahead by `workers` processes."""
+    """Yield batch after batch without end, loaded ahead by `workers` processes.
+
+    ``start``: "fork", or "spawn" where threads of the process group run: a fork may copy a lock
+    that one of them holds, and the worker would wait for it for ever.
+    """
     # The number of workers is the user's, and the batches do not depend on it.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     loader = DataLoader(
@@ -94,9 +115,9 @@ def iterate_batches(
         sampler=_Counting(),
         num_workers=workers,
         worker_init_fn=partial(_begin_worker, run=os.getpid()) if workers else None,
-        # Forked from the run itself: a worker that a server forks is not the run's child, and
+        # Started by the run itself: a worker that a server forks is not the run's child, and
         # would not end with it.
-        multiprocessing_context="fork" if workers else None,
+        multiprocessing_context=start if workers else None,
         pin_memory=pinned,
         # A generator of its own: the loader draws from it, and training's must not be touched.
         generator=torch.Generator(),

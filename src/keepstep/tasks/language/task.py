@@ -9,22 +9,26 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from keepstep.errors import UsageError
 from keepstep.state.data_position import sample_indices
 from keepstep.tasks.language.config import METRICS, DataConfig, LanguageConfig
 from keepstep.tasks.language.data import BatchDataset, Windows, iterate_batches
 from keepstep.tasks.language.model import build_decoder, router_loss_weight
 from keepstep.tasks.language.prepare import prepare_python_stdlib
 from keepstep.tasks.language.tokens import check_vocabulary, open_tokens
-from keepstep.tasks.task import Batch
+from keepstep.tasks.task import Batch, DataShare
 
 _TOKENS_TO_CHECK_AT_START = 1 << 26
+_ALL = DataShare()
 
 
 class LanguageTask:
     """See `keepstep.tasks.task.Task`."""
 
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, share: DataShare = _ALL) -> None:
         self._config = config
+        self._share = share
+        self._samples_here = _samples_of_a_rank(config, share)
         self.tokens = open_tokens(data_folder(config.data))
         self._train, self._valid = (
             Windows(
@@ -59,13 +63,15 @@ class LanguageTask:
         dataset = BatchDataset(
             self._train,
             seed=self._config.run.seed,
-            position=position,
-            batch=train.global_batch,
+            position=position + self._share.index * self._samples_here,
+            batch=self._samples_here,
+            stride=train.global_batch,
         )
         pinned = train.device != "cpu" and torch.cuda.is_available()
-        for samples in iterate_batches(dataset, workers=data.workers, pinned=pinned):
+        start = "fork" if self._share.count == 1 else "spawn"
+        for samples in iterate_batches(dataset, workers=data.workers, pinned=pinned, start=start):
             yield Batch(
-                micro_batches=torch.split(samples, train.micro_batch or train.global_batch),
+                micro_batches=torch.split(samples, train.micro_batch or self._samples_here),
                 samples=train.global_batch,
                 tokens=train.global_batch * data.sequence_length,
             )
@@ -82,7 +88,7 @@ class LanguageTask:
     ) -> Mapping[str, float] | None:
         """Return `valid_loss` (nats a token) and `valid_perplexity` over held-out samples."""
         train = self._config.train
-        size = train.micro_batch or train.global_batch
+        size, share = train.micro_batch or self._samples_here, self._share
         count = min(self._config.evaluation.batches * train.global_batch, len(self._valid))
         chosen = sample_indices(0, np.arange(count, dtype=np.int64), len(self._valid))
         device = next(model.parameters()).device
@@ -91,19 +97,40 @@ class LanguageTask:
         model.eval()
         try:
             with torch.no_grad():
-                for start in range(0, count, size):
+                for start in range(0, count, size * share.count):
                     if stop_requested():
                         return None
-                    samples = self._valid.take(chosen[start : start + size]).to(device)
+                    first = start + share.index * size
+                    mine = chosen[first : min(first + size, start + size * share.count)]
+                    # A rank without a sample takes one all the same, and does not count it: the
+                    # others wait for it in the sharded model's collectives.
+                    samples = self._valid.take(mine if len(mine) else chosen[:1]).to(device)
                     logits = model(input_ids=samples[:, :-1], use_cache=False).logits
                     targets = samples[:, 1:]
-                    total += _cross_entropy(logits, targets).double().item() * targets.numel()
-                    tokens += targets.numel()
+                    loss_here = _cross_entropy(logits, targets).double().item()
+                    counted = targets.numel() if len(mine) else 0
+                    total += loss_here * counted
+                    tokens += counted
         finally:
             model.train(was_training)
-        loss = total / tokens
+        total, tokens_all = share.sum([total, float(tokens)])
+        loss = total / tokens_all
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return dict(zip(METRICS, (loss, perplexity), strict=True))
+
+
+def _samples_of_a_rank(config: LanguageConfig, share: DataShare) -> int:
+    """Return the samples that one rank takes of a batch; UsageError where they do not divide."""
+    train = config.train
+    samples, rest = divmod(train.global_batch, share.count)
+    if rest or samples % (train.micro_batch or 1):
+        micro = f" in micro-batches of {train.micro_batch}" if train.micro_batch else ""
+        raise UsageError(
+            f"train.global_batch ({train.global_batch}) does not divide over the {share.count}"
+            f" data-parallel ranks{micro}",
+            hint="Change train.global_batch or train.micro_batch, or the number of ranks.",
+        )
+    return samples
 
 
 def data_folder(data: DataConfig) -> Path:

@@ -1,0 +1,196 @@
+"""Whether the other ranks are alive, and what ended them if they are not.
+
+Guarantees:
+1. A rank that is killed or frozen is named (rank, host, what it was doing) within
+   `deadline_seconds`, and so is the error of a rank that failed.
+2. No process outlives that by more than a moment, even if its main thread is blocked in a
+   collective that nobody will ever answer: the watching thread then leaves by `os._exit`.
+
+Each rank tells the rendezvous store every second that it is alive and what it is doing, and
+watches the next rank in a ring, so the store has a few requests a second from each. What someone
+finds is written under one key, which all look at: every rank ends for the same reason.
+
+Without this a killed peer is a hang until a backend's timeout, and then an address without a name.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from keepstep.distributed.leave import leave
+from keepstep.errors import KeepstepError, Unhealthy
+
+_BEAT_SECONDS = 1.0
+_LEAVE_SECONDS = 4.0
+_VERDICT = "verdict"
+_DONE = "done"
+
+
+class NoHealth:
+    """The health of a single process: there is nobody to watch."""
+
+    phase = ""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error itself."""
+        return error
+
+    def report(self, error: BaseException, code: int) -> None:
+        """Tell nobody."""
+
+    def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
+        """Nobody can be lost."""
+
+
+class Health(threading.Thread):
+    """Tells the others that this rank lives, and watches the next one."""
+
+    def __init__(self, *, rank: int, size: int, deadline_seconds: float, store: Any) -> None:
+        super().__init__(name="keepstep-health", daemon=True)
+        self.phase = "start-up"
+        self._rank = rank
+        self._size = size
+        self._deadline_seconds = deadline_seconds
+        self._store = store
+        self._host = socket.gethostname()
+        self._over = threading.Event()
+        self._verdict: dict[str, Any] | None = None
+        self._found = threading.Event()
+        self._last_seen: tuple[str, float] | None = None
+        self._on_lost: Callable[[KeepstepError], None] | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop watching; the others hear that this rank is done and no longer wait for it."""
+        self._over.set()
+        self.join()
+
+    def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
+        """Call `on_lost(error)` before the process is left because the main thread is blocked."""
+        self._on_lost = on_lost
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error that ends the run, given what this rank sees: the cause, if it is known.
+
+        Waits up to the deadline for someone to find out who is lost, if a collective failed.
+        """
+        if not is_collective_failure(error):
+            return error
+        self._found.wait(self._deadline_seconds + 2 * _BEAT_SECONDS)
+        if self._verdict is not None:
+            return as_error(self._verdict)
+        return Unhealthy(f"a collective failed on rank {self._rank} ({self._host}): {error}")
+
+    def report(self, error: BaseException, code: int) -> None:
+        """Tell the others that this rank fails, and why; the first to report is the cause."""
+        self._decide(
+            {
+                "rank": self._rank,
+                "host": self._host,
+                "code": code,
+                "text": f"{type(error).__name__}: {error}",
+            }
+        )
+
+    def run(self) -> None:
+        """Beat, watch and listen until this rank is done or someone is lost."""
+        while not self._over.wait(_BEAT_SECONDS):
+            try:
+                self._beat(self.phase)
+                self._watch()
+                self._listen()
+            except RuntimeError as error:
+                # The store lives on the first rank's host or in its launcher.
+                self._verdict = self._lost(0, f"the rendezvous store is gone ({error})")
+                self._found.set()
+            if self._found.is_set():
+                self._leave_if_blocked()
+                return
+        self._last_word()
+
+    def _last_word(self) -> None:
+        try:
+            self._beat(_DONE)
+        except RuntimeError:
+            # Nobody is left to hear it: the store ended with the last of the others.
+            return
+
+    def _beat(self, phase: str) -> None:
+        beat = {"time": time.time(), "phase": phase, "host": self._host}
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+
+    def _watch(self) -> None:
+        other = (self._rank + 1) % self._size
+        key = f"beat/{other}"
+        beat = self._store.get(key).decode() if self._store.check([key]) else "{}"
+        now = time.monotonic()
+        if self._last_seen is None or self._last_seen[0] != beat:
+            self._last_seen = (beat, now)
+        facts = json.loads(beat)
+        silent = now - self._last_seen[1]
+        if facts.get("phase") != _DONE and silent > self._deadline_seconds:
+            where = (
+                f"{silent:.0f} s without a sign of life, last in {facts.get('phase', 'start-up')}"
+            )
+            self._decide(self._lost(other, where, host=facts.get("host", "?")))
+
+    def _lost(self, rank: int, what: str, *, host: str = "?") -> dict[str, Any]:
+        return {"rank": rank, "host": host, "code": Unhealthy.exit_code, "text": what}
+
+    def _decide(self, verdict: dict[str, Any]) -> None:
+        """Write the verdict unless another rank was first; hear what stands."""
+        try:
+            stands = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
+            self._verdict = json.loads(stands)
+        except RuntimeError:
+            self._verdict = verdict
+        self._found.set()
+
+    def _listen(self) -> None:
+        if self._store.check([_VERDICT]):
+            self._verdict = json.loads(self._store.get(_VERDICT))
+            self._found.set()
+
+    def _leave_if_blocked(self) -> None:
+        """Give the main thread a moment to end the run by itself; then end the process."""
+        if self._over.wait(_LEAVE_SECONDS):
+            return
+        assert self._verdict is not None, "someone is lost"
+        error = as_error(self._verdict)
+        if self._on_lost is not None:
+            self._on_lost(error)
+        leave(error.exit_code, f"error: {error}\nLeaving at once; checkpoints are whole.")
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Tell whether an error says that a collective failed, and not that this rank did."""
+    from torch.distributed import DistError
+
+    # Gloo has no class of its own: it raises RuntimeError with the place in its source.
+    return isinstance(error, DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+def as_error(verdict: dict[str, Any]) -> KeepstepError:
+    """Return the error that a verdict stands for."""
+    where = f"rank {verdict['rank']} on {verdict['host']}"
+    if verdict["code"] == Unhealthy.exit_code:
+        return Unhealthy(
+            f"{where} is lost: {verdict['text']}",
+            hint="Run the same command to continue.",
+        )
+    error = KeepstepError(f"{where} failed: {verdict['text']}")
+    error.exit_code = verdict["code"]
+    return error

@@ -1,0 +1,54 @@
+"""A model over the ranks of a mesh: FSDP2, or HSDP where the mesh has an axis of replicas.
+
+Every rank builds the whole initial model from the same random numbers first, so the weights of
+step 0 do not depend on the number of ranks.
+"""
+
+import sys
+
+import torch
+
+from keepstep.distributed.mesh import Layout
+
+
+def shard_model(model: torch.nn.Module, layout: Layout, *, bfloat16: bool) -> None:
+    """Shard every parameter of `model` in place over the layout's mesh; nothing on one rank."""
+    if layout.mesh is None:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32
+    )
+    for block in blocks_of(model):
+        fully_shard(block, mesh=layout.mesh, mp_policy=policy)
+    fully_shard(model, mesh=layout.mesh, mp_policy=policy)
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that are gathered one at a time: those that the library calls unsplit."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all ranks hold whole: a sharded or partial one is reduced."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor
+
+
+def reduce_gradients(model: torch.nn.Module, *, now: bool) -> None:
+    """Say whether the next backward pass reduces gradients over the ranks.
+
+    With several micro-batches only the last one needs to: the sum is the same, the traffic less.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)

@@ -1,0 +1,80 @@
+"""What a save knows besides the state, and what it returns. Checked before a byte is written."""
+
+import json
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep.errors import UnsafeState
+from keepstep.store.manifest import Best, Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The part of a `Manifest` that is known before its files are written."""
+
+    run_id: str
+    sequence: int
+    parent: int | None
+    step: int
+    updates: int
+    samples: int
+    tokens: int
+    must_match: dict[str, Any]
+    fingerprint: str
+    environment: dict[str, Any]
+    metrics: dict[str, float]
+    best: Best | None
+    milestone: bool
+    mesh: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A committed checkpoint; `new` is False where it was there already, from this very state."""
+
+    path: Path
+    manifest: Manifest
+    new: bool
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """Size of all data files."""
+        return self.manifest.size
+
+
+def count_of(name: str, value: Any) -> int:
+    """Return a counter as an int; UnsafeState where it is none or is negative."""
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise UnsafeState(f"{name} is {value!r}, not a whole number") from error
+    if number < 0:
+        raise UnsafeState(f"{name} is {number}; it cannot be negative")
+    return number
+
+
+def metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as floats by name; UnsafeState names one that is no number."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise UnsafeState(f"the metric {name} is {value!r}, not a number") from error
+    return found
+
+
+def table_of(what: str, table: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a table as JSON gives it back, so that it equals what a manifest holds of it.
+
+    UnsafeState where JSON cannot hold it: nan, paths, objects.
+    """
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(table or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UnsafeState(f"{what} holds what JSON cannot: {error}") from error
+    return plain

@@ -1,0 +1,131 @@
+"""Which part of a tensor this process holds, and which of several holders writes it.
+
+Guarantees: both follow from the tensor's own placement, without a word between the ranks; of all
+holders of a region exactly one writes it, and the bytes are spread over them.
+
+Torch's planner gathers every rank's plan at every save, which costs more than writing where there
+are many small tensors. Here a region is looked up by (shape, mesh, placements), once.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepstep.errors import UnsafeState
+from keepstep.store.ranks import Ranks
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A block of a tensor: where it begins and how large it is, by axis."""
+
+    offset: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What this process holds of a tensor whose shape is `whole`: `local` is the `region` of it.
+
+    `copies` is how many processes hold that region, and `copy` which of them this one is.
+    """
+
+    local: torch.Tensor
+    whole: Shape
+    region: Region
+    copies: int
+    copy: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.whole) * self.local.element_size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor goes when it is read: the region that is wanted, and what to make of it."""
+
+    region: Region
+    assemble: Callable[[torch.Tensor], torch.Tensor]
+
+
+def part_of(tensor: torch.Tensor, path: str, ranks: Ranks) -> Part:
+    """Return what this process holds of a tensor; a plain one is held by all ranks alike."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        shape = tuple(tensor.shape)
+        whole = Region(offset=(0,) * len(shape), shape=shape)
+        return Part(local=tensor, whole=shape, region=whole, copies=ranks.size, copy=ranks.rank)
+    shape = tuple(tensor.shape)
+    region, copies, copy = _held(shape, spec.mesh, tuple(spec.placements), path)
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    if tuple(local.shape) != region.shape:
+        raise UnsafeState(f"{path}: this rank holds {tuple(local.shape)}, not {region.shape}")
+    return Part(local=local, whole=shape, region=region, copies=copies, copy=copy)
+
+
+def place_like(tensor: torch.Tensor) -> Place | None:
+    """Return the place of a tensor that is sharded as this one is; None for one that is whole."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    mesh, placements = spec.mesh, tuple(spec.placements)
+    region, _, _ = _held(shape, mesh, placements, "a tensor of the model")
+
+    def assemble(local: torch.Tensor) -> torch.Tensor:
+        local = local.to(mesh.device_type)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    return Place(region=region, assemble=assemble)
+
+
+def written_here(parts: Mapping[str, Part]) -> set[str]:
+    """Return the names that this process writes: of each region's copies one, by bytes in turn.
+
+    The largest first, each to the copy that has least so far; every rank comes to the same
+    answer, because it depends on whole shapes only.
+    """
+    loads: dict[int, list[int]] = {}
+    chosen = set()
+    for name in sorted(parts, key=lambda name: (-parts[name].bytes, name)):
+        part = parts[name]
+        load = loads.setdefault(part.copies, [0] * part.copies)
+        writer = load.index(min(load))
+        load[writer] += part.bytes
+        something = math.prod(part.region.shape) > 0 or math.prod(part.whole) == 0
+        if writer == part.copy and something:
+            chosen.add(name)
+    return chosen
+
+
+@functools.cache
+def _held(
+    shape: Shape, mesh: Any, placements: tuple[Any, ...], path: str
+) -> tuple[Region, int, int]:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in placements):
+        raise UnsafeState(f"{path} is a sum that the ranks have not made yet ({placements})")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Region(offset=(0,) * len(shape), shape=(0,) * len(shape)), 1, 0
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    copies, copy = 1, 0
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            copies *= mesh.size(axis)
+            copy = copy * mesh.size(axis) + coordinate[axis]
+    return Region(offset=tuple(offset), shape=tuple(local_shape)), copies, copy

@@ -1,0 +1,186 @@
+"""The store alone on several ranks: any number of them reads what any other number wrote."""
+
+import json
+
+import pytest
+
+from keepstep.store import list_checkpoints, load_state, verify
+from tests.helpers.world import run_code
+
+BEGIN = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from keepstep.config.schema import DistributedConfig
+from keepstep.distributed.group import join_ranks, open_group
+from keepstep.optim.optimizer import build_optimizer
+from keepstep.config.schema import OptimizerConfig
+from keepstep.state.training_state import TrainingState
+from keepstep.store import Store
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.layer = torch.nn.Linear(4, 5)
+        self.narrow = torch.nn.Linear(5, 1)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.arange(3.0))
+    def forward(self, x):
+        h = self.embed(x)
+        return self.head(h).sum() + self.narrow(self.layer(h)).square().sum()
+
+def build(seed, size):
+    torch.manual_seed(seed)
+    model = Model()
+    if size > 1:
+        axes = [int(n) for n in mesh_shape.split("x")]
+        names = ("replicate", "shard")[-len(axes):]
+        mesh = init_device_mesh("cpu", tuple(axes), mesh_dim_names=names)
+        fully_shard(model, mesh=mesh)
+    return TrainingState(model=model, optimizer=build_optimizer(OptimizerConfig(), model))
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+def flat(state):
+    found = {}
+    for name, value in state.model.state_dict().items():
+        found[f"model.{name}"] = whole(value).tolist()
+    for name, part in state.optimizer.state_dict().items():
+        for parameter, entries in part["state"].items():
+            for key, value in entries.items():
+                found[f"{name}.{parameter}.{key}"] = whole(value).tolist()
+    return found
+
+folder, action, mesh_shape = sys.argv[1:4]
+with open_group(DistributedConfig(), device="cpu") as group:
+    store = Store(folder, ranks=group.ranks, keep_last_n=0)
+"""
+SAVE = """
+    state = build(1, group.world_size)
+    for step in (1, 2):
+        state.model(torch.tensor([[1, 2, 6]])).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+    saved = store.save(state.capture(), step=2, metrics={"loss": 1.0})
+    found = flat(state)
+"""
+LOAD = """
+    state = build(2, group.world_size)
+    before = flat(state)
+    restored = store.restore(like=state.like)
+    state.load(restored.state)
+    found = flat(state)
+    assert found != before
+    store.save(state.capture(), step=3)
+"""
+END = """
+    store.close()
+    state.release()
+    print("RESULT", json.dumps(found), flush=True)
+"""
+
+
+def run(size: int, code: str, folder, mesh: str = "") -> list[dict]:
+    ended = run_code(size, BEGIN + code + END, folder, "", mesh or str(size))
+    for exit_code, output in ended:
+        assert exit_code == 0, output
+    return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for _, text in ended]
+
+
+@pytest.fixture(scope="module", params=["1", "3", "2x2"])
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    size = 4 if request.param == "2x2" else int(request.param)
+    found = run(size, SAVE, folder, request.param)
+    assert all(one == found[0] for one in found)
+    return folder, found[0]
+
+
+@pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
+def test_any_number_of_ranks_reads_what_any_other_wrote_bit_for_bit(saved, tmp_path, mesh):
+    import shutil
+
+    folder, expected = saved
+    shutil.copytree(folder, tmp_path / "copy", symlinks=True)
+    size = 4 if mesh == "2x2" else int(mesh)
+    for found in run(size, LOAD, tmp_path / "copy", mesh):
+        assert found == expected
+    entries = list_checkpoints(tmp_path / "copy")
+    assert [entry.step for entry in entries] == [2, 3]
+    assert [verify(entry) for entry in entries] == [[], []]
+    # Read whole, as one process reads it, the two are equal too, and tied weights are one.
+    one, two = (load_state(entry.path) for entry in entries)
+    assert one["model"]["embed.weight"] is one["model"]["head.weight"]
+    for name, value in one["model"].items():
+        assert (value == two["model"][name]).all()
+
+
+def test_of_copies_one_is_written_and_the_bytes_are_spread(tmp_path):
+    run(2, SAVE, tmp_path)
+    (entry,) = list_checkpoints(tmp_path)
+    assert entry.manifest is not None
+    stored = {t.name: sum(p.end - p.start for p in t.pieces) for t in entry.manifest.tensors}
+    assert stored["model.embed.weight"] == 7 * 4 * 4
+    assert stored["model.count"] == 3 * 4
+    assert "model.head.weight" not in stored
+    assert len(entry.manifest.files) == 2
+
+
+def test_a_save_on_one_rank_only_is_named_within_seconds(tmp_path):
+    code = SAVE.replace("    saved = store.save", "    if group.rank == 0: store.save")
+    begin = BEGIN.replace("ranks=group.ranks", "ranks=join_ranks(meet_seconds=2)")
+    ended = run_code(2, begin + code + END, tmp_path, "", "2")
+    assert all(exit_code != 0 for exit_code, _ in ended), ended
+    assert "rank 0 waited 2 s for the others in the save of step 2" in ended[0][1]
+    assert "Ranks 1 failed to pass monitoredBarrier" in ended[0][1]
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_ranks_that_meet_in_different_exchanges_all_raise(tmp_path):
+    code = SAVE.replace("    saved = store.save", "    if group.rank == 0: store.save")
+    code += "    group.ranks.gather('the other one goes on', what='next step')\n"
+    code = code.replace("    found = flat(state)\n", "    found = {}\n")
+    ended = run_code(2, BEGIN + code + END, tmp_path, "", "2")
+    for exit_code, output in ended:
+        assert exit_code != 0, output
+        assert "rank 0 is in 'open', rank 1 in 'next step'" in output
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_ranks_that_hold_another_plain_state_are_refused(tmp_path):
+    code = SAVE.replace("state.capture()", "{**state.capture(), 'extra': group.rank}")
+    ended = run_code(2, BEGIN + code + END, tmp_path, "", "2")
+    assert all(exit_code != 0 for exit_code, _ in ended), ended
+    assert all("ranks [1] hold another plain state" in output for _, output in ended), ended
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_folder_that_is_not_shared_is_found(tmp_path):
+    run(2, SAVE, tmp_path / "0")
+    code = LOAD.replace("store.restore", "store.restore")
+    begin = BEGIN.replace("Store(folder,", "Store(f'{folder}/{group.rank}',")
+    ended = run_code(2, begin + code + END, tmp_path, "", "2")
+    assert all(exit_code != 0 for exit_code, _ in ended), ended
+    assert all("put it on a shared file system" in output for _, output in ended), ended
+
+
+def test_a_part_that_is_damaged_for_one_rank_is_passed_over_by_all(tmp_path):
+    run(2, SAVE, tmp_path)
+    run(2, LOAD, tmp_path)
+    data = tmp_path / "step_3" / "rank-00001.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    code = LOAD.replace("    store.save(state.capture(), step=3)\n", "") + (
+        "    assert [item.name for item in restored.skipped] == ['step_3'], restored.skipped\n"
+        "    assert 'rank-00001.safetensors: bytes' in restored.skipped[0].fault\n"
+        "    assert restored.set_aside == ('step_3',)\n"
+    )
+    run(2, code, tmp_path)
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [2]

@@ -1,0 +1,102 @@
+"""Several ranks of the installed command, each a process that the test can see, signal and kill."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.helpers.command import DEADLINE_SECONDS, Session, environment
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def place_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return what a launcher tells a rank of its place."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def run_code(size: int, code: str, *words: object) -> list[tuple[int, str]]:
+    """Run Python code on `size` ranks; return exit code and output by rank."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(place_of(rank, size, port)),
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=DEADLINE_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [(one.returncode, text) for one, text in zip(processes, outputs, strict=True)]
+
+
+class World:
+    """`size` ranks of `keepstep train`; leave it and none of them is left."""
+
+    def __init__(self, size: int, *words: object, extra: Mapping[str, str] | None = None) -> None:
+        port = free_port()
+        self._stack = ExitStack()
+        self.ranks: list[Session] = []
+        for rank in range(size):
+            place = place_of(rank, size, port)
+            session = Session("train", *words, extra={**(extra or {}), **place})
+            self.ranks.append(self._stack.enter_context(session))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def end(self) -> list[int]:
+        """Wait for all; return the exit codes by rank."""
+        return [session.end() for session in self.ranks]
+
+    def seconds_to_end(self) -> float:
+        """Wait for all; return how long it took from now."""
+        started = time.monotonic()
+        self.end()
+        return time.monotonic() - started
+
+    @property
+    def output(self) -> str:
+        return "\n".join(f"-- rank {n}\n{one.output}" for n, one in enumerate(self.ranks))
+
+
+def train_on(
+    size: int, config: Path, run: Path, *flags: str, extra: Mapping[str, str] | None = None
+) -> list[int]:
+    """Run the command on `size` ranks to its end; return the exit codes."""
+    # Not the default: here nobody is lost, and a busy machine must not make it seem so.
+    patient = "--distributed.lost_after=60s"
+    with World(size, config, f"--checkpoint.dir={run}", patient, *flags, extra=extra) as world:
+        codes = world.end()
+        print(world.output)
+        return codes
