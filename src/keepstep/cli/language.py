@@ -86,8 +86,10 @@ def generate(
         raise UsageError(f"--temperature must be a number of at least 0, not {temperature}")
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed must be at least 0 and less than 2^63, not {seed}")
-    if not prompt.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in prompt):
-        raise UsageError("the prompt is not valid UTF-8 text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid UTF-8 text") from error
     text, used = generate_text(
         run,
         checkpoint=checkpoint,
