@@ -82,6 +82,16 @@ def test_where_none_is_whole_the_run_is_refused_with_the_list_and_nothing_change
     assert json.loads((run / "outcome.json").read_text())["code"] == 3
 
 
+def test_where_no_manifest_is_whole_that_is_damage_and_no_other_run(config, untouched, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(untouched, run, symlinks=True)
+    for step in steps(run):
+        (run / f"step_{step}" / MANIFEST).unlink()
+    done = keepstep("train", config, f"--checkpoint.dir={run}")
+    assert done.returncode == 3, done.stdout
+    assert f"step_{NEWEST}: {MANIFEST} is missing" in done.stdout
+
+
 def test_the_verifier_names_the_file_the_tensor_and_the_place(untouched, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)

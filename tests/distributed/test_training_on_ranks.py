@@ -1,15 +1,15 @@
 """Runs on several ranks, through the installed command: endings, kills, failures of one rank."""
 
-import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import hooks
 from tests.helpers.command import (
-    ROOT,
     digests,
     environment,
     events,
@@ -88,19 +88,24 @@ def test_a_killed_rank_ends_all_in_seconds_and_nothing_is_lost(
     assert_same_as(tmp_path, two_ranks)
 
 
-def test_a_frozen_rank_is_named_and_all_others_end(config, two_ranks, tmp_path):
-    act = {"when": "forward", "step": 5, "do": "SIGSTOP", "rank": 1}
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_frozen_rank_is_named_and_all_others_end(config, two_ranks, tmp_path, rank):
+    """Also rank 0, which holds the store through which the ranks hear of each other."""
+    act = {"when": "forward", "step": 5, "do": "SIGSTOP", "rank": rank}
     words = (config, f"--checkpoint.dir={tmp_path}", ACT)
     with World(2, *words, extra=hooks.acting(act)) as world:
-        assert world.ranks[0].end() == 7, world.output
-        assert "rank 1 on " in world.ranks[0].output
-        # What it was doing is told once a second.
-        words = r"without a sign of life, last in (start-up|step [1-5]|the)"
-        assert re.search(words, world.ranks[0].output), world.output
-        assert outcome(tmp_path)["outcome"] == "unhealthy"
+        other = world.ranks[1 - rank]
+        assert other.end() == 7, world.output
+        assert f"rank {rank} on " in other.output
+        # What it was doing is told once a second, to who holds the store.
+        sign = r"without a sign of life, last in (start-up|step [1-5]|the)"
+        words = sign if rank == 1 else r"the rendezvous store on \S+ has not answered for \d+ s"
+        assert re.search(words, other.output), world.output
+        if rank == 1:
+            assert outcome(tmp_path)["outcome"] == "unhealthy"
         # It wakes up in a world that has ended, and does not go on alone.
-        world.ranks[1].signal(signal.SIGCONT)
-        assert world.ranks[1].end() == 7, world.output
+        world.ranks[rank].signal(signal.SIGCONT)
+        assert world.ranks[rank].end() == 7, world.output
     assert train_on(2, config, tmp_path) == [0, 0]
     assert_same_as(tmp_path, two_ranks)
 
@@ -180,20 +185,50 @@ def test_what_does_not_divide_over_the_ranks_is_refused_on_all(config, tmp_path)
         assert "does not fit the 2 ranks" in world.ranks[0].output
 
 
-def test_torchrun_starts_and_resumes_two_ranks(config, two_ranks, tmp_path):
-    import subprocess
-    import sys
+def test_ranks_that_were_started_with_different_configs_are_refused(config, tmp_path):
+    words = (config, f"--checkpoint.dir={tmp_path}")
+    with World(2, *words, last=("--optimizer.rate=1e-4",)) as world:
+        assert world.end() == [2, 2], world.output
+        for session in world.ranks:
+            assert "ranks [1] were started with another config than rank 0" in session.output
+    assert steps(tmp_path) == []
 
+
+def test_only_the_first_rank_prints_and_keeps_the_journal(config, tmp_path):
+    words = (config, f"--checkpoint.dir={tmp_path}", "--train.max_steps=3")
+    with World(2, *words) as world:
+        assert world.end() == [0, 0], world.output
+        assert "finished at step 3" in world.ranks[0].output
+        assert world.ranks[1].output == ""
+    assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3]
+
+
+def torchrun(config: Path, run: Path, *flags: str, restarts: int = 0, **extra: str) -> int:
+    """Run two ranks under the real launcher; return its code, which is not that of its ranks."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        "-m", "keepstep", "train", str(config), f"--checkpoint.dir={tmp_path}",
+        f"--max-restarts={restarts}", "-m", "keepstep", "train", str(config),
+        f"--checkpoint.dir={run}",
     ]  # fmt: skip
+    done = subprocess.run(
+        [*command, *flags], env=environment(extra), capture_output=True, text=True, timeout=90
+    )
+    print(done.stdout, done.stderr)
+    return done.returncode
+
+
+def test_torchrun_starts_and_resumes_two_ranks(config, two_ranks, tmp_path):
     act = hooks.acting({"when": "committed", "step": 6, "do": "stop", "rank": 1})
-    env = {**environment(act), "PYTHONPATH": os.pathsep.join([str(ROOT)])}
-    first = subprocess.run([*command, ACT], env=env, capture_output=True, text=True, timeout=90)
     # The launcher has one code for whatever its ranks ended with; the outcome has ours.
-    assert first.returncode != 0
-    assert outcome(tmp_path)["code"] == 75, first.stderr
-    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
-    assert again.returncode == 0, again.stderr
+    assert torchrun(config, tmp_path, ACT, **act) != 0
+    assert outcome(tmp_path)["code"] == 75
+    assert torchrun(config, tmp_path) == 0
+    assert_same_as(tmp_path, two_ranks)
+
+
+def test_torchrun_starts_lost_ranks_again_and_they_continue(config, two_ranks, tmp_path):
+    """The second attempt must not hear the verdict on the first, in the launcher's own store."""
+    act = hooks.acting({"when": "committed", "step": 6, "do": "SIGKILL", "rank": 1})
+    assert torchrun(config, tmp_path, ACT, restarts=1, **act) == 0
+    assert [event["step"] for event in events(tmp_path, "resumed")] == [6]
     assert_same_as(tmp_path, two_ranks)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.helpers.command import DEADLINE_SECONDS, Session, environment
@@ -53,26 +52,31 @@ def run_code(size: int, code: str, *words: object) -> list[tuple[int, str]]:
 
 
 class World:
-    """`size` ranks of `keepstep train`; leave it and none of them is left."""
+    """`size` ranks of `keepstep train`; leave it and none of them is left.
 
-    def __init__(self, size: int, *words: object, extra: Mapping[str, str] | None = None) -> None:
+    ``last``: more words for the last rank alone.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *words: object,
+        extra: Mapping[str, str] | None = None,
+        last: tuple[str, ...] = (),
+    ) -> None:
         port = free_port()
         self._stack = ExitStack()
         self.ranks: list[Session] = []
         for rank in range(size):
             place = place_of(rank, size, port)
-            session = Session("train", *words, extra={**(extra or {}), **place})
+            own = last if rank == size - 1 else ()
+            session = Session("train", *words, *own, extra={**(extra or {}), **place})
             self.ranks.append(self._stack.enter_context(session))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def end(self) -> list[int]:

@@ -98,10 +98,12 @@ def generate(
         raise UsageError(f"--temperature must be 0, or from {low:g} to {high:g}, not {temperature}")
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed must be at least 0 and less than 2^63, not {seed}")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
         raise UsageError(
             "the prompt is not valid UTF-8 text", hint="Give it in the encoding of this terminal."
-        )
+        ) from error
     text, used = generate_text(
         run,
         checkpoint=checkpoint,

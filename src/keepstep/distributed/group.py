@@ -4,10 +4,10 @@ Guarantees:
 1. The launcher's environment (torchrun's variables) says which rank this is; a world that the
    config does not fit is refused before any model exists.
 2. Agreements have a gloo group of their own: a training collective never waits behind one.
-3. A process ends with the code of its run, whatever the backend does while it is torn down.
+3. The group is left after the health of the others is settled, and after the run has let go of
+   its model and optimizer (`Run.let_go`), which hold it.
 
-Without 2 a barrier of the store could be answered by another rank's gradient. Without 3 a rank
-whose collectives are torn down in the wrong order aborts, and torchrun reports a failed run.
+Without 2 a barrier of the store could be answered by another rank's gradient.
 """
 
 import os
@@ -78,10 +78,24 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     if cuda:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_COLLECTIVE_DEADLINE)
+    host, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 29500)
+    holds_store = rank == 0 and not _launcher_holds_store()
+    store = _connect(host, port, holds_store=holds_store)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=_COLLECTIVE_DEADLINE,
+    )
     try:
         health = Health(
-            rank=rank, size=size, deadline_seconds=seconds(config.lost_after), store=_own_store()
+            rank=rank,
+            size=size,
+            deadline_seconds=seconds(config.lost_after),
+            # Of its own: a request of another thread may wait there.
+            store=_connect(host, port),
+            store_host=host,
         )
         talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
         ranks = TorchRanks(talk, rank=rank, size=size, health=health)
@@ -117,13 +131,21 @@ def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
     )
 
 
-def _own_store() -> Any:
-    """Return a connection to the rendezvous store that no other thread uses."""
+def _launcher_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _connect(host: str, port: int, *, holds_store: bool = False) -> Any:
+    """Return a connection to the rendezvous store, which this process may be the one to hold.
+
+    A launcher that starts lost ranks again keeps its store, in which torch's own rendezvous would
+    find the addresses of the dead and the verdict on them: each attempt has keys of its own.
+    """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    host, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 29500)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-    # A launcher that starts the ranks again keeps its store, with the verdict of the last attempt.
+    store = TCPStore(
+        host, port, is_master=holds_store, wait_for_workers=False, timeout=_COLLECTIVE_DEADLINE
+    )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"keepstep/{attempt}", store)
 

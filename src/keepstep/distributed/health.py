@@ -5,6 +5,8 @@ Guarantees:
    `deadline_seconds`, and so is the error of a rank that failed.
 2. No process outlives that by more than a moment, even if its main thread is blocked in a
    collective that nobody will ever answer: the watching thread then leaves by `os._exit`.
+3. That holds too where the process that holds the rendezvous store is frozen, or its host gone:
+   a request to it has no deadline, so one thread asks and another one watches the clock.
 
 Each rank tells the rendezvous store every second that it is alive and what it is doing, and
 watches the next rank in a ring, so the store has a few requests a second from each. What someone
@@ -47,16 +49,24 @@ class NoHealth:
 
 
 class Health(threading.Thread):
-    """Tells the others that this rank lives, and watches the next one."""
+    """Tells the others that this rank lives, and watches the next one.
 
-    def __init__(self, *, rank: int, size: int, deadline_seconds: float, store: Any) -> None:
+    ``store``: a connection to the rendezvous store of its own. ``store_host``: who holds it.
+    """
+
+    def __init__(
+        self, *, rank: int, size: int, deadline_seconds: float, store: Any, store_host: str
+    ) -> None:
         super().__init__(name="keepstep-health", daemon=True)
         self.phase = "start-up"
         self._rank = rank
         self._size = size
         self._deadline_seconds = deadline_seconds
         self._store = store
+        self._store_host = store_host
         self._host = socket.gethostname()
+        self._asker = threading.Thread(target=self._ask, name="keepstep-beat", daemon=True)
+        self._answered = time.monotonic()
         self._over = threading.Event()
         self._verdict: dict[str, Any] | None = None
         self._found = threading.Event()
@@ -65,6 +75,8 @@ class Health(threading.Thread):
 
     def __enter__(self) -> Self:
         """Begin to watch."""
+        self._answered = time.monotonic()
+        self._asker.start()
         self.start()
         return self
 
@@ -77,6 +89,8 @@ class Health(threading.Thread):
         """Stop watching; the others hear that this rank is done and no longer wait for it."""
         self._over.set()
         self.join()
+        # Its last word may find nobody who answers.
+        self._asker.join(self._deadline_seconds)
 
     def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
         """Call `on_lost(error)` before the process is left because the main thread is blocked."""
@@ -106,6 +120,16 @@ class Health(threading.Thread):
         )
 
     def run(self) -> None:
+        """Look at the clock until this rank is done or someone is lost."""
+        while not self._over.wait(_BEAT_SECONDS):
+            silent = time.monotonic() - self._answered
+            if not self._found.is_set() and silent > self._deadline_seconds:
+                self._lose_store(f"has not answered for {silent:.0f} s")
+            if self._found.is_set():
+                self._leave_if_blocked()
+                return
+
+    def _ask(self) -> None:
         """Beat, watch and listen until this rank is done or someone is lost."""
         while not self._over.wait(_BEAT_SECONDS):
             try:
@@ -113,13 +137,17 @@ class Health(threading.Thread):
                 self._watch()
                 self._listen()
             except RuntimeError as error:
-                # The store lives on the first rank's host or in its launcher.
-                self._verdict = self._lost(0, f"the rendezvous store is gone ({error})")
-                self._found.set()
+                self._lose_store(f"is gone ({error})")
             if self._found.is_set():
-                self._leave_if_blocked()
                 return
+            self._answered = time.monotonic()
         self._last_word()
+
+    def _lose_store(self, what: str) -> None:
+        # It lives in the first rank, or in its launcher.
+        words = f"the rendezvous store on {self._store_host} {what}"
+        self._verdict = self._lost(0, words, host=self._store_host)
+        self._found.set()
 
     def _last_word(self) -> None:
         try:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from keepstep.errors import KeepstepError
 from keepstep.store.catalog import look_at
 from keepstep.store.disk import Disk
-from keepstep.store.facts import Facts
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_NAME,
@@ -31,6 +30,7 @@ from keepstep.store.layout import (
 )
 from keepstep.store.manifest import (
     Best,
+    Facts,
     Manifest,
     file_from_data,
     tensor_from_data,

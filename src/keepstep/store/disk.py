@@ -158,10 +158,10 @@ class Disk:
         For a file of lines whose readers pass over a torn one: a crash may leave the old end, the
         new one, or the new one with some of the old behind it.
         """
-        self.operation("write", path)
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
-            os.pwrite(descriptor, data, start)
+            os.lseek(descriptor, start, os.SEEK_SET)
+            self.write(descriptor, data, path)
             self.operation("truncate", path)
             os.ftruncate(descriptor, start + len(data))
             self.sync(descriptor, path)

@@ -1,4 +1,4 @@
-"""What a save knows besides the state, and what it returns. Checked before a byte is written."""
+"""What a save is told besides the state, checked before a byte is written; what it returns."""
 
 import json
 import operator
@@ -8,27 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import UnsafeState
-from keepstep.store.manifest import Best, Manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The part of a `Manifest` that is known before its files are written."""
-
-    run_id: str
-    sequence: int
-    parent: int | None
-    step: int
-    updates: int
-    samples: int
-    tokens: int
-    must_match: dict[str, Any]
-    fingerprint: str
-    environment: dict[str, Any]
-    metrics: dict[str, float]
-    best: Best | None
-    milestone: bool
-    mesh: dict[str, int]
+from keepstep.store.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)

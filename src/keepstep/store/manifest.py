@@ -78,8 +78,11 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a checkpoint is. `sequence` is the order of commits, `parent` what it followed."""
+class Facts:
+    """The part of a manifest that is known before its files are written.
+
+    `sequence` is the order of commits, `parent` the one that it followed.
+    """
 
     run_id: str
     sequence: int
@@ -88,8 +91,6 @@ class Manifest:
     updates: int
     samples: int
     tokens: int
-    time: float
-    world_size: int
     mesh: dict[str, int]
     must_match: dict[str, Any]
     fingerprint: str
@@ -97,6 +98,14 @@ class Manifest:
     metrics: dict[str, float]
     best: Best | None
     milestone: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Facts):
+    """What a checkpoint is."""
+
+    time: float
+    world_size: int
     commit_method: str
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]

@@ -13,6 +13,7 @@ from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
+from keepstep.store.facts import table_of
 from keepstep.store.manifest import Manifest
 from keepstep.store.ranks import Ranks, first
 
@@ -137,9 +138,9 @@ def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | No
     this run's newest.
     """
     runs = {entry.manifest.run_id for entry in found if entry.manifest is not None}
-    if run_id is not None and runs == {run_id}:
-        return
-    if len(runs) > 1 or run_id is not None:
+    known = {run_id} if run_id is not None else set()
+    # Damaged manifests name no run; whether any checkpoint is whole is another question.
+    if len(runs | known) > 1:
         whose = "\n".join(
             f"  {entry.name}: run {entry.manifest.run_id}"
             for entry in found
@@ -154,9 +155,12 @@ def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | No
 
 
 def check_identity(
-    found: Sequence[Checkpoint], must_match: Mapping[str, Any], *, folder: Path
+    found: Sequence[Checkpoint], wanted: Mapping[str, Any] | None, *, folder: Path
 ) -> None:
     """Raise OtherRun with the difference where the newest checkpoint belongs to another config."""
+    if wanted is None:
+        return
+    must_match = table_of("must_match", wanted)
     saved = next((e.manifest.must_match for e in reversed(found) if e.manifest is not None), None)
     if saved is None:
         return

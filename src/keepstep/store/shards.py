@@ -64,7 +64,10 @@ def part_of(tensor: torch.Tensor, path: str, ranks: Ranks) -> Part:
         whole = Region(offset=(0,) * len(shape), shape=shape)
         return Part(local=tensor, whole=shape, region=whole, copies=ranks.size, copy=ranks.rank)
     shape = tuple(tensor.shape)
-    region, copies, copy = _held(shape, spec.mesh, tuple(spec.placements), path)
+    placements = tuple(spec.placements)
+    if any(placement.is_partial() for placement in placements):
+        raise UnsafeState(f"{path} is a sum that the ranks have not made yet ({placements})")
+    region, copies, copy = _held(shape, spec.mesh, placements)
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     if tuple(local.shape) != region.shape:
         raise UnsafeState(f"{path}: this rank holds {tuple(local.shape)}, not {region.shape}")
@@ -80,7 +83,7 @@ def place_like(tensor: torch.Tensor) -> Place | None:
 
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     mesh, placements = spec.mesh, tuple(spec.placements)
-    region, _, _ = _held(shape, mesh, placements, "a tensor of the model")
+    region, _, _ = _held(shape, mesh, placements)
 
     def assemble(local: torch.Tensor) -> torch.Tensor:
         local = local.to(mesh.device_type)
@@ -111,14 +114,11 @@ def written_here(parts: Mapping[str, Part]) -> set[str]:
 
 
 @functools.cache
-def _held(
-    shape: Shape, mesh: Any, placements: tuple[Any, ...], path: str
-) -> tuple[Region, int, int]:
+def _held(shape: Shape, mesh: Any, placements: tuple[Any, ...]) -> tuple[Region, int, int]:
+    """Return the region that this process holds, how many hold it, and which of them this is."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if any(placement.is_partial() for placement in placements):
-        raise UnsafeState(f"{path} is a sum that the ranks have not made yet ({placements})")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return Region(offset=(0,) * len(shape), shape=(0,) * len(shape)), 1, 0

@@ -26,10 +26,10 @@ from keepstep.store import commit, housekeeping
 from keepstep.store.best import BestSoFar
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.disk import Disk
-from keepstep.store.facts import Facts, Saved, count_of, metrics_of, table_of
+from keepstep.store.facts import Saved, count_of, metrics_of, table_of
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.lock import FolderLock
-from keepstep.store.manifest import Best, Manifest, fingerprint_of
+from keepstep.store.manifest import Best, Facts, Manifest, fingerprint_of
 from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.resume import (
     Like,
@@ -164,13 +164,11 @@ class Store:
             )
         # Before gigabytes are read, and before anything is said about another run's checkpoints.
         check_one_run(found, folder=self.folder, run_id=run_id)
-        if must_match is not None:
-            wanted = table_of("must_match", must_match)
-            together(
-                self._ranks,
-                "restore: identity",
-                lambda: check_identity(found, wanted, folder=self.folder),
-            )
+        together(
+            self._ranks,
+            "restore: identity",
+            lambda: check_identity(found, must_match, folder=self.folder),
+        )
         manifest, state, skipped = choose(
             found,
             step=choice if isinstance(choice, int) else None,
@@ -226,16 +224,6 @@ class Store:
 
         self._ranks.meet(f"the save of step {step}")
         self.open()
-        facts = self._facts(
-            step=count_of("step", step),
-            updates=count_of("updates", step if updates is None else updates),
-            samples=count_of("samples", samples),
-            tokens=count_of("tokens", tokens),
-            must_match=table_of("must_match", must_match),
-            environment=table_of("environment", environment),
-            metrics=metrics_of(metrics),
-            milestone=bool(milestone),
-        )
         if not self._ready_to_save:
             if first(self._ranks, "save: look", lambda: len(checkpoints_in(self.folder))):
                 raise UsageError(
@@ -244,9 +232,23 @@ class Store:
                 )
             self._make_ready_to_save()
         started = time.monotonic()
-        taken: list[Snapshot] = []
-        together(self._ranks, "save: state", lambda: taken.append(take_apart(state, self._ranks)))
-        snapshot = taken[0]
+        taken: list[tuple[Facts, Snapshot]] = []
+
+        def take() -> None:
+            facts = self._facts(
+                step=count_of("step", step),
+                updates=count_of("updates", step if updates is None else updates),
+                samples=count_of("samples", samples),
+                tokens=count_of("tokens", tokens),
+                must_match=table_of("must_match", must_match),
+                environment=table_of("environment", environment),
+                metrics=metrics_of(metrics),
+                milestone=bool(milestone),
+            )
+            taken.append((facts, take_apart(state, self._ranks)))
+
+        together(self._ranks, "save: state", take)
+        facts, snapshot = taken[0]
         first(self._ranks, "save: lock", self._lock.confirm)
         self._on_event("snapshot", step=step)
         manifest, new = self._commit_with_retries(snapshot, facts)
@@ -257,8 +259,7 @@ class Store:
             seconds=time.monotonic() - started,
         )
         self._adopt(saved, facts)
-        if self._ranks.rank == 0:
-            self._tidy()
+        first(self._ranks, "save: tidy", self._tidy)
         return saved
 
     def _facts(self, **given: Any) -> Facts:
@@ -375,7 +376,7 @@ class Store:
         )
 
     def _tidy(self) -> None:
-        """Do what follows a commit, on the first rank; its failures are told and harm nothing."""
+        """Do what follows a commit; what the disk refuses is told and makes no save a failure."""
         self._point_links()
         self._lock.confirm()
         housekeeping.retain(

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -30,26 +29,22 @@ def test_a_lock_that_a_copy_of_the_folder_dropped_is_taken_again_or_missed(tmp_p
         other = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
         assert other.returncode != 9
         shutil.copytree(tmp_path / "run", tmp_path / "another")
-        hold = "import sys; from keepstep.store import Store; Store(sys.argv[1]).open(); input()"
+        hold = (
+            "import sys; from keepstep.store import Store; Store(sys.argv[1]).open();"
+            "print('held', flush=True); input()"
+        )
         thief = subprocess.Popen(
-            [sys.executable, "-c", "print(1, flush=True);" + hold, str(tmp_path / "run")],
+            [sys.executable, "-c", hold, str(tmp_path / "run")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         try:
-            wait_for_lock(tmp_path / "run" / "lock", thief.pid)
+            assert thief.stdout.readline() == b"held\n"
             with pytest.raises(Locked, match=f"process {thief.pid} on"):
                 store.save({"w": torch.ones(3)}, step=3)
         finally:
             thief.communicate(b"\n")
     assert [entry.step for entry in list_checkpoints(tmp_path / "run")] == [1, 2]
-
-
-def wait_for_lock(path, pid):
-    """Wait until the lock names this process."""
-    deadline = time.monotonic() + 60
-    while f'"pid": {pid}' not in path.read_text():
-        assert time.monotonic() < deadline
 
 
 def test_what_stood_there_already_is_adopted(tmp_path):

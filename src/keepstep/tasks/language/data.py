@@ -74,7 +74,7 @@ class Windows:
             )
 
 
-class BatchDataset(Dataset[torch.Tensor | DataError]):
+class BatchDataset(Dataset[np.ndarray | DataError]):
     """The n-th batch behind a position, by n; batches begin `stride` samples after one another.
 
     An error is returned, not raised: a loader that raises buries it in a worker's traceback.
@@ -89,12 +89,18 @@ class BatchDataset(Dataset[torch.Tensor | DataError]):
         self._batch = batch
         self._stride = stride
 
-    def __getitem__(self, number: int) -> torch.Tensor | DataError:
-        """Return the samples of a batch, shape (batch, length + 1)."""
+    def __getitem__(self, number: int) -> np.ndarray | DataError:
+        """Return the samples of a batch, int64 of the shape (batch, length + 1).
+
+        An array and no tensor: a worker sends an array through its pipe. For a tensor the run
+        would have to ask the worker for a file descriptor, a handshake of several turns in which
+        a step waits for a process that its own threads keep from running, and that can fail.
+        """
         start = self._position + number * self._stride
         positions = np.arange(start, start + self._batch, dtype=np.int64)
         try:
-            return self._windows.take(sample_indices(self._seed, positions, len(self._windows)))
+            chosen = sample_indices(self._seed, positions, len(self._windows))
+            return self._windows.take(chosen).numpy()
         except DataError as error:
             return error
 
@@ -118,7 +124,7 @@ def iterate_batches(
         # Started by the run itself: a worker that a server forks is not the run's child, and
         # would not end with it.
         multiprocessing_context=start if workers else None,
-        pin_memory=pinned,
+        collate_fn=_as_it_is,
         # A generator of its own: the loader draws from it, and training's must not be touched.
         generator=torch.Generator(),
     )
@@ -133,14 +139,20 @@ def iterate_batches(
             samples = _next_batch(batches)
             if isinstance(samples, DataError):
                 raise samples
-            yield samples
+            batch = torch.from_numpy(samples)
+            yield batch.pin_memory() if pinned else batch
     finally:
         # Not left to the collector: an error's traceback would keep the workers until the exit.
         atexit.unregister(end)
         end()
 
 
-def _next_batch(batches: Any) -> torch.Tensor | DataError:
+def _as_it_is(samples: Any) -> Any:
+    """Return a batch as the dataset made it; the loader would make a tensor of it."""
+    return samples
+
+
+def _next_batch(batches: Any) -> np.ndarray | DataError:
     """Return the next batch; where a worker has ended, say so, and not what the pipe said of it."""
     try:
         return next(batches)  # type: ignore[no-any-return]
