@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from keepstep.errors import CheckpointDamaged, UsageError
+from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
 from keepstep.store.tensors import take_apart, write_tensors
@@ -83,16 +83,18 @@ def write_pth(state: Mapping[str, Any], path: Path, disk: Disk) -> None:
 
 def write_dcp(state: Mapping[str, Any], path: Path, disk: Disk) -> None:
     """Write a state as a folder that `torch.distributed.checkpoint.load` reads."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     disk.make_folder(path)
-    with one_process():
-        save(
-            dict(state),
-            storage_writer=FileSystemWriter(path, single_file_per_rank=True, sync_files=False),
-            no_dist=True,
-        )
+    # `write_out` makes all of it durable, the names too.
+    writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=False)
+    try:
+        with one_process():
+            save(dict(state), storage_writer=writer, no_dist=True)
+    except (CheckpointException, RuntimeError) as error:
+        raise KeepstepError(f"{path.parent}: DCP could not write there: {_cause(error)}") from error
 
 
 _DCP_CLASSES = {
@@ -244,20 +246,30 @@ def plain_name(name: Any, source: Path) -> str:
     return name
 
 
+def _cause(error: BaseException) -> str:
+    """Return the last line of what a library says, which is where it names the cause."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 class _DurableFile:
     """A new file that a library writes to as it likes; durable when left without an error."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path, self._disk = path, disk
         self._descriptor = -1
+        self._failed: OSError | None = None
 
     def __enter__(self) -> Any:
         self._descriptor = self._disk.create(self._path)
         return self
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of `data`."""
-        self._disk.write(self._descriptor, data, self._path)
+        """Write all of `data`; the first error is kept."""
+        try:
+            self._disk.write(self._descriptor, data, self._path)
+        except OSError as error:
+            self._failed = self._failed or error
+            raise
         return len(data)
 
     def flush(self) -> None:
@@ -269,6 +281,10 @@ class _DurableFile:
                 self._disk.sync(self._descriptor, self._path)
         finally:
             self._disk.close(self._descriptor, self._path)
+        if self._failed is not None:
+            # The library goes on to close its archive, and raises in place of a full disk that
+            # a position is not what it expected.
+            raise self._failed
 
 
 @contextmanager

@@ -91,3 +91,16 @@ def test_hourly_and_daily_cannot_be_negative():
     for name in ("keep_hourly", "keep_daily"):
         with pytest.raises(ValueError, match=name):
             Retention(**{name: -1})
+
+
+def test_a_store_keeps_by_the_clock_of_the_moment(tmp_path, monkeypatch):
+    import torch
+
+    from keepstep.store import Store, list_checkpoints
+
+    state = {"model": {"w": torch.ones(1)}}
+    with Store(tmp_path, keep_last_n=1, keep_hourly=3) as store:
+        for step in range(1, 9):  # two an hour
+            monkeypatch.setattr("time.time", lambda at=step: 1000 * HOUR + (at - 1) * HOUR / 2)
+            store.save(state, step=step)
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [4, 6, 8]

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, logging
 
-from keepstep.errors import CheckpointDamaged, DataError, NotFound
+from keepstep.errors import CheckpointDamaged, DataError, KeepstepError, NotFound
 from keepstep.store import Checkpoint
 from keepstep.tasks.language.config import LanguageConfig
 from keepstep.tasks.language.model import build_decoder
@@ -44,7 +45,12 @@ def write_hugging_face(
         ) from error
     # It was off because training has no use for it.
     model.config.use_cache = True
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise KeepstepError(
+            f"{folder.parent}: the weights could not be written: {error}"
+        ) from error
     note = _write_tokenizer(config, entry, folder)
     # The library makes some files for their owner only, whatever the umask is.
     mode = (folder / CONFIG_NAME).stat().st_mode
