@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,17 @@ def test_no_pin_is_written_between_a_deletion_s_look_at_the_pins_and_its_rename(
     assert heard == ["refused", "got them", "got them"]
 
 
-def test_a_save_does_not_wait_for_a_pin_and_leaves_the_deletion_to_the_next_one(tmp_path):
+def test_a_save_does_not_wait_for_a_pin_and_leaves_the_deletion_to_the_next_one(
+    tmp_path, monkeypatch
+):
+    waited = []
+
+    class Telling(threading.Event):
+        def wait(self, timeout=None):
+            waited.append(timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr("keepstep.store.pins.threading.Event", Telling)
     code = ASK_FOR_THE_PINS.replace('print("got them")', 'print("got them", flush=True); input()')
     save(tmp_path, 1, keep_last_n=1)
     with subprocess.Popen(
@@ -180,6 +191,7 @@ def test_a_save_does_not_wait_for_a_pin_and_leaves_the_deletion_to_the_next_one(
         assert "pins" in told["error"]
         with pytest.raises(Locked):
             delete_unless_pinned(tmp_path, entry_of(tmp_path, 1), disk=Disk())
+        assert waited == []
         holder.communicate("\n")
     save(tmp_path, 3, keep_last_n=1)
     assert steps(tmp_path) == [3]
