@@ -22,7 +22,9 @@ Train PyTorch models on machines that get taken away, and lose nothing.
 
 commands
   train CONFIG [--section.key=value ...]   start the run that the config describes, or continue it
-  ckpt ls|show|verify RUN                  look at checkpoints; re-read every byte
+  ckpt ls|show|verify|diff RUN ...         look at checkpoints; re-read every byte; compare two
+  ckpt pin|unpin|prune RUN ...             say which stay; delete the others
+  ckpt export|import ...                   to and from Hugging Face, DCP, .pth and safetensors
   config show|check CONFIG [overrides]     show a config as it resolves; list everything wrong
   language prepare|generate ...            make token files from text; write text with a model
 

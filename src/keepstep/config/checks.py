@@ -52,6 +52,8 @@ def _ranges(config: Config) -> _Found:
         ("checkpoint.keep_last_n", config.checkpoint.keep_last_n, 0, 2**31),
         ("checkpoint.keep_best_n", config.checkpoint.keep_best_n, 0, 2**31),
         ("checkpoint.keep_every", config.checkpoint.keep_every, 0, 2**53),
+        ("checkpoint.keep_hourly", config.checkpoint.keep_hourly, 0, 2**31),
+        ("checkpoint.keep_daily", config.checkpoint.keep_daily, 0, 2**31),
         ("checkpoint.save_retries", config.checkpoint.save_retries, 0, 100),
         ("distributed.dp_shard", config.distributed.dp_shard, 0, 2**31),
         ("distributed.dp_replicate", config.distributed.dp_replicate, 1, 2**31),

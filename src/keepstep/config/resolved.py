@@ -6,9 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from keepstep.config.schema import MUST_MATCH, Config
+from keepstep.config.schema import MUST_MATCH, CheckpointConfig, Config
 from keepstep.config.validate import CATCH_ALL
 from keepstep.errors import UsageError
+
+RUN_TOML = "run.toml"
 
 
 def run_folder(config: Config) -> Path:
@@ -27,17 +29,40 @@ def checkpoint_folder(config: Config) -> Path:
     return run_folder(config) / "checkpoints"
 
 
+def recorded_retention(run: Path) -> dict[str, int] | None:
+    """Return the numbers of `checkpoint.keep_*` that a run's `run.toml` holds, or None.
+
+    One that is not in it, written by an older version, has its default.
+    """
+    section = _recorded_checkpoint(run)
+    if section is None:
+        return None
+    found = {}
+    for item in dataclasses.fields(CheckpointConfig):
+        if item.name.startswith("keep_"):
+            value = section.get(item.name, item.default)
+            if type(value) is not int or value < 0:
+                raise UsageError(f"{run / RUN_TOML}: checkpoint.{item.name} is {value!r}")
+            found[item.name] = value
+    return found
+
+
 def recorded_checkpoint_folder(run: Path) -> Path | None:
     """Return the folder that a run's `run.toml` names for its checkpoints, or None."""
-    path = run / "run.toml"
+    name = (_recorded_checkpoint(run) or {}).get("dir")
+    return Path(name).expanduser() if isinstance(name, str) and name else None
+
+
+def _recorded_checkpoint(run: Path) -> dict[str, Any] | None:
+    """Return the section `checkpoint` of a run's `run.toml`; None where there is no such file."""
+    path = run / RUN_TOML
     if not path.is_file():
         return None
     try:
-        section = tomllib.loads(path.read_text(encoding="utf-8")).get("checkpoint")
+        section = tomllib.loads(path.read_text(encoding="utf-8")).get("checkpoint", {})
     except ValueError as error:
         raise UsageError(f"{path}: this is not valid TOML: {error}") from error
-    name = section.get("dir") if isinstance(section, dict) else None
-    return Path(name).expanduser() if isinstance(name, str) and name else None
+    return section if isinstance(section, dict) else {}
 
 
 def must_match(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -148,6 +148,10 @@ class CheckpointConfig:
     """Number of best checkpoints to keep."""
     keep_every: int = 0
     """Keep every checkpoint whose step is a multiple of this for ever; 0 keeps none so."""
+    keep_hourly: int = 0
+    """Keep the newest checkpoint of each of the last so many hours (UTC); 0 keeps none so."""
+    keep_daily: int = 0
+    """Keep the newest checkpoint of each of the last so many days (UTC); 0 keeps none so."""
     save_retries: int = 2
     """Further attempts, with back-off, when a save fails; then the run stops."""
     save_after_skipped_end: bool = False

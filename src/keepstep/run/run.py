@@ -101,6 +101,8 @@ class Run:
             keep_last_n=config.keep_last_n,
             keep_best_n=config.keep_best_n,
             keep_every=config.keep_every,
+            keep_hourly=config.keep_hourly,
+            keep_daily=config.keep_daily,
             best_metric=self.config.evaluation.metric,
             best_mode=self.config.evaluation.mode,
             save_retries=config.save_retries,

@@ -204,12 +204,18 @@ def _free_aside(path: Path, disk: Disk) -> Path:
     return target
 
 
-def delete(path: Path, *, disk: Disk) -> None:
-    """Delete a checkpoint: it is invisible, durably, before the first of its files goes."""
-    trash = path.parent / trash_name()
+def hide(path: Path, *, into: Path, disk: Disk) -> Path:
+    """Make a checkpoint invisible, durably; return its name in `into`, where it can be removed.
+
+    ``into``: the folder of the checkpoints. A leftover elsewhere, as in `aside/`, is swept by
+    nobody.
+    """
+    trash = into / trash_name()
     disk.rename(path, trash)
-    disk.sync_folder(path.parent)
-    disk.remove_tree(trash)
+    disk.sync_folder(into)
+    if path.parent != into:
+        disk.sync_folder(path.parent)
+    return trash
 
 
 def _write(snapshot: "Snapshot", staging: Path, ranks: Ranks, disk: Disk) -> dict[str, Any]:

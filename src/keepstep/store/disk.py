@@ -12,6 +12,7 @@ a synced file whose folder is not synced has no name.
 """
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from keepstep.store.layout import temporary_name
 _GATHER_BYTES = 1 << 20
 """Writes below this are gathered: a system call then costs less than copying what it writes."""
 _AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 
 
 class Disk:
@@ -81,6 +82,20 @@ class Disk:
         self.operation("rename", new)
         os.rename(old, new)
 
+    def rename_new(self, old: Path, new: Path) -> None:
+        """Give a file or folder a name that nothing has; FileExistsError where something has it."""
+        self.operation("rename", new)
+        try:
+            _renameat2(old, new, _RENAME_NOREPLACE)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EINVAL):
+                raise
+            # A file system without it: a name that is taken between the look and the rename is
+            # replaced, if it is a file.
+            if new.is_symlink() or new.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from error
+            os.rename(old, new)
+
     def exchange(self, one: Path, other: Path) -> None:
         """Swap the names of two files or folders in one step (Linux' renameat2).
 
@@ -88,11 +103,7 @@ class Disk:
         would leave, for an instant, neither under its name.
         """
         self.operation("exchange", other)
-        libc = ctypes.CDLL(None, use_errno=True)
-        arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-        if libc.renameat2(*arguments) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot swap names: {os.strerror(code)}", str(other))
+        _renameat2(one, other, _RENAME_EXCHANGE)
 
     def symlink(self, target: str, path: Path) -> None:
         """Create a symbolic link at `path`."""
@@ -198,6 +209,22 @@ class Disk:
                 self.unlink(Path(entry.path))
         self.remove_folder(path)
 
+    def sync_tree(self, path: Path) -> None:
+        """Make a folder that something else has written durable: every file and every name."""
+        with os.scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            inner = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                self.sync_tree(inner)
+            else:
+                descriptor = os.open(inner, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    self.sync(descriptor, inner)
+                finally:
+                    os.close(descriptor)
+        self.sync_folder(path)
+
     def discard(self, path: Path, *, because: BaseException) -> None:
         """Remove what a failed operation left behind; where that fails too, the error says so.
 
@@ -214,6 +241,15 @@ class Disk:
     def open_append(self, path: Path) -> "AppendFile":
         """Open a file to which lines are appended, each with one write."""
         return AppendFile(self, path)
+
+
+def _renameat2(one: Path, other: Path, flags: int) -> None:
+    """Call Linux' renameat2, which Python has no function for."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flags)
+    if libc.renameat2(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot rename: {os.strerror(code)}", str(other))
 
 
 def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

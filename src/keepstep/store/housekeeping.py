@@ -1,16 +1,18 @@
 """What follows a commit: the links for people, and the delete of what has no reason to stay.
 
 Guarantees: it comes after the new checkpoint is durable; what it cannot do is told and makes no
-save a failure; roles are looked at again at the moment of a deletion.
+save a failure; roles and pins are looked at again at the moment of a deletion.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
+from keepstep.errors import CheckpointDamaged, Locked
 from keepstep.store import commit
 from keepstep.store.catalog import checkpoints_in
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import Best, Manifest
+from keepstep.store.pins import delete_unless_pinned
 from keepstep.store.retention import Retention, reasons_to_keep
 
 
@@ -38,6 +40,7 @@ def retain(
     folder: Path,
     policy: Retention,
     *,
+    now: float,
     best: Best | None,
     disk: Disk,
     on_event: Callable[..., None],
@@ -51,12 +54,13 @@ def retain(
     reasons = reasons_to_keep(
         [entry.manifest for entry in entries.values() if entry.manifest is not None],
         policy,
+        now=now,
         best=best.sequence if best is not None else None,
     )
     try:
         for sequence, kept_because in reasons.items():
-            if not kept_because:
-                commit.delete(entries[sequence].path, disk=disk)
-                on_event("deleted", name=entries[sequence].name)
-    except OSError as error:
+            entry = entries[sequence]
+            if not kept_because and delete_unless_pinned(folder, entry, disk=disk):
+                on_event("deleted", name=entry.name)
+    except (OSError, CheckpointDamaged, Locked) as error:
         on_event("housekeeping_failed", error=str(error))

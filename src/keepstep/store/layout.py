@@ -15,6 +15,8 @@ OUTCOME_NAME = "outcome.json"
 RUN_TOML_NAME = "run.toml"
 LATEST_NAME = "latest"
 BEST_NAME = "best"
+PINS_NAME = "pins.json"
+PINS_LOCK_NAME = "pins.lock"
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(

@@ -1,14 +1,18 @@
 """Which checkpoints to keep: a pure function of the manifests and the policy.
 
 Guarantees: the order is that of the commits, never of names, steps or times. What is newest,
-best, a milestone, or on a step to be kept for ever is always kept.
+best, pinned, a milestone, or on a step to be kept for ever is always kept. Hours and days are
+those of the manifests' times in UTC, whole ones; within one, the newest by the order of commits
+stays. What is dated later than `now`, because a clock was set back, is kept as if it were not.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, fields
 
 from keepstep.store.manifest import Manifest
+
+_HOUR_SECONDS, _DAY_SECONDS = 3600, 86400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,23 +22,29 @@ class Retention:
     keep_last_n: int = 2
     keep_best_n: int = 1
     keep_every: int = 0
+    keep_hourly: int = 0
+    keep_daily: int = 0
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        for name in ("keep_last_n", "keep_best_n", "keep_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        for item in fields(self):
+            if getattr(self, item.name) < 0:
+                raise ValueError(
+                    f"{item.name} is {getattr(self, item.name)}; it cannot be negative"
+                )
 
 
 def reasons_to_keep(
     manifests: Sequence[Manifest],
     policy: Retention,
     *,
+    now: float,
     best: int | None = None,
+    pinned: Set[int] = frozenset(),
 ) -> dict[int, list[str]]:
     """Return for each sequence number why it is kept; what has no reason may go.
 
-    ``best``: the sequence of the best so far.
+    ``best``: the sequence of the best so far. ``now``: the time, in seconds since 1970.
     """
     ordered = sorted(manifests, key=lambda manifest: manifest.sequence)
     reasons: dict[int, list[str]] = {manifest.sequence: [] for manifest in ordered}
@@ -50,11 +60,30 @@ def reasons_to_keep(
             reasons[manifest.sequence].append("milestone")
         if policy.keep_every and manifest.step % policy.keep_every == 0:
             reasons[manifest.sequence].append(f"every {policy.keep_every:,}")
+        if manifest.sequence in pinned:
+            reasons[manifest.sequence].append("pinned")
+    for sequence in _newest_of_each(ordered, policy.keep_hourly, _HOUR_SECONDS, now):
+        reasons[sequence].append("hourly")
+    for sequence in _newest_of_each(ordered, policy.keep_daily, _DAY_SECONDS, now):
+        reasons[sequence].append("daily")
     for sequence in _best(ordered, policy.keep_best_n, best):
         reasons[sequence].append("best")
     if ordered:
         reasons[ordered[-1].sequence].append("newest")
     return reasons
+
+
+def _newest_of_each(
+    ordered: Sequence[Manifest], count: int, seconds: int, now: float
+) -> Iterable[int]:
+    """Return the sequence of the newest of each of the last `count` periods, this one included."""
+    oldest = now // seconds - count
+    newest = {
+        manifest.time // seconds: manifest.sequence
+        for manifest in ordered
+        if manifest.time // seconds > oldest
+    }
+    return newest.values() if count else ()
 
 
 def _best(ordered: Sequence[Manifest], count: int, best: int | None) -> list[int]:

@@ -49,7 +49,7 @@ def roles_of(entry: Checkpoint, entries: Sequence[Checkpoint]) -> list[str]:
         return []
     newest = max(kept, key=lambda manifest: manifest.sequence)
     roles = [LATEST_NAME] if entry.manifest.sequence == newest.sequence else []
-    if _best_sequence(entry.path.parent, newest) == entry.manifest.sequence:
+    if best_sequence(entry.path.parent, newest) == entry.manifest.sequence:
         roles.append(BEST_NAME)
     return roles + (["milestone"] if entry.manifest.milestone else [])
 
@@ -59,7 +59,8 @@ def label_of(entry: Checkpoint) -> str:
     return f"{entry.path.parent.name}/{entry.name}" if entry.aside else entry.name
 
 
-def _best_sequence(folder: Path, newest: Manifest) -> int | None:
+def best_sequence(folder: Path, newest: Manifest) -> int | None:
+    """Return the number of the best checkpoint, given the newest one's manifest."""
     link = folder / BEST_NAME
     if link.is_symlink() and link.readlink().name == step_name(newest.step):
         return newest.sequence

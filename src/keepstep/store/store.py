@@ -69,6 +69,8 @@ class Store:
         keep_last_n: int = 2,
         keep_best_n: int = 1,
         keep_every: int = 0,
+        keep_hourly: int = 0,
+        keep_daily: int = 0,
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
@@ -80,7 +82,11 @@ class Store:
     ) -> None:
         self.folder = Path(folder).absolute()
         self.policy = Retention(
-            keep_last_n=keep_last_n, keep_best_n=keep_best_n, keep_every=keep_every
+            keep_last_n=keep_last_n,
+            keep_best_n=keep_best_n,
+            keep_every=keep_every,
+            keep_hourly=keep_hourly,
+            keep_daily=keep_daily,
         )
         self.run_id = secrets.token_hex(8)
         self.newest: Manifest | None = None
@@ -382,6 +388,7 @@ class Store:
         housekeeping.retain(
             self.folder,
             self.policy,
+            now=time.time(),
             best=self._best.best,
             disk=self._disk,
             on_event=self._on_event,

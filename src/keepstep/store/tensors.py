@@ -228,7 +228,7 @@ def read_state(
                 raise CheckpointDamaged(f"the tensor {value.name} is not in the manifest")
             if value.name not in loaded:
                 entry = entries[value.name]
-                loaded[value.name] = _read_tensor(folder, entry, place_of(entry.name, entry.shape))
+                loaded[value.name] = read_tensor(folder, entry, place_of(entry.name, entry.shape))
             return loaded[value.name]
         if isinstance(value, (list, tuple)):
             return type(value)(put_together(item) for item in value)
@@ -248,7 +248,8 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
                 raise CheckpointDamaged(f"the header of {entry.name} does not match its digest")
 
 
-def _read_tensor(folder: Path, entry: TensorEntry, place: Place | None) -> torch.Tensor:
+def read_tensor(folder: Path, entry: TensorEntry, place: Place | None = None) -> torch.Tensor:
+    """Return a tensor, or the part of it that `place` wants, every piece read and verified."""
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointDamaged(f"{entry.name} has an unknown type {entry.dtype!r}")

@@ -1,22 +1,23 @@
 """Tasks by name: entry points of the group `keepstep.tasks`, so that one can live anywhere.
 
 An entry point is a module with `CONFIG` (the config class), `build(config, share)` (which may
-import torch) and, if it has any, `check(config)` and `look(config)` (which may not): what of its
-sections cannot be meant, and what of the machine does not fit them. Importing the module must stay
-light.
+import torch) and, if it has them: `check(config)` and `look(config)` (which may not): what of its
+sections cannot be meant, and what of the machine does not fit them; and `export(config, weights,
+entry, folder)`, which fills a folder for `transformers`. Importing the module must stay light.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.load import Loaded, load_config
 from keepstep.config.schema import Config
 from keepstep.config.surroundings import look_around
-from keepstep.errors import ConfigError
+from keepstep.errors import ConfigError, UsageError
+from keepstep.store import Checkpoint
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import DataShare, Task
@@ -43,6 +44,19 @@ def config_class(task: str) -> type[Config]:
 def build_task(config: Config, share: "DataShare") -> "Task":
     """Build the task that a config names, for this rank's share of the data."""
     return cast("Task", _module(config.task).build(config, share))
+
+
+def export_model(
+    config: Config, weights: Mapping[str, Any], entry: Checkpoint, folder: Path
+) -> list[str]:
+    """Have the task fill a folder for `transformers`; return what is to be said of it."""
+    export = getattr(_module(config.task), "export", None)
+    if export is None:
+        raise UsageError(
+            f"models of the task {config.task!r} have no Hugging Face format",
+            hint="Weights alone can be written with --format safetensors.",
+        )
+    return cast(list[str], export(config, weights, entry, folder))
 
 
 def _checks(config: Config) -> Sequence[Problem]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -58,15 +59,46 @@ def test_ls_says_of_each_when_how_large_whether_whole_what_for_and_how_good(run,
     code, text = ckpt(capsys, "ls", run)
     assert code == 0
     heading, *lines = text.splitlines()
-    assert heading.split() == ["step", "saved", "size", "state", "role", "metrics"]
+    titles = ["step", "saved", "size", "state", "role", "kept because of", "metrics"]
+    assert re.split("  +", heading) == titles
     cells = [[cell for cell in line.split("  ") if cell] for line in lines]
     assert [[c.strip() for c in (row[0], *row[3:])] for row in cells] == [
-        ["step_1", "complete", "milestone", "valid_loss 3.0000"],
-        ["step_2", "complete", "best", "valid_loss 1.000e-05"],
-        ["step_3", "complete", "latest", "valid_loss 2.0000"],
-        ["aside/step_4", "complete", "aside", "valid_loss nan"],
+        ["step_1", "complete", "milestone", "milestone", "valid_loss 3.0000"],
+        ["step_2", "complete", "best", "best", "valid_loss 1.000e-05"],
+        ["step_3", "complete", "latest", "newest", "valid_loss 2.0000"],
+        ["aside/step_4", "complete", "aside", "aside", "valid_loss nan"],
     ]
     assert all(row[2].strip().endswith("kB") for row in cells)
+
+
+def test_ls_says_why_each_is_kept_by_the_policy_that_the_run_recorded(run, capsys):
+    (run / "run.toml").write_text("[checkpoint]\nkeep_last_n = 1\nkeep_every = 1000\n")
+    entries = {row["name"]: row for row in json_of(capsys, "ls", run)[1]}
+    assert {name: row["kept_because"] for name, row in entries.items()} == {
+        "step_1": ["milestone"],
+        "step_2": ["best"],
+        "step_3": ["last 1", "newest"],
+        "aside/step_4": ["aside"],
+    }
+    assert ckpt(capsys, "pin", run, "3")[0] == 0
+    assert "last 1, pinned, newest" in ckpt(capsys, "ls", run)[1]
+    assert "last 1, pinned, newest" in ckpt(capsys, "ls", run / "checkpoints")[1]
+
+
+def test_ls_does_not_say_of_an_unknown_policy_what_it_would_do(run, capsys):
+    with Store(run / "checkpoints", keep_last_n=0) as store:
+        store.restore()
+        store.save({"model": {}}, step=5)
+    entries = {row["name"]: row for row in json_of(capsys, "ls", run)[1]}
+    assert entries["step_3"]["kept_because"] is None
+    (line,) = [line for line in ckpt(capsys, "ls", run)[1].splitlines() if "step_3" in line]
+    assert "  ?  " in line
+
+
+def test_a_policy_in_the_runs_text_that_is_none_is_an_error(run, capsys):
+    (run / "run.toml").write_text("[checkpoint]\nkeep_last_n = -1\n")
+    assert main(["ckpt", "ls", str(run)]) == 2
+    assert "checkpoint.keep_last_n is -1" in capsys.readouterr().err
 
 
 def test_ls_takes_the_runs_folder_and_the_folder_of_its_checkpoints(run, capsys):

@@ -1,11 +1,13 @@
 """The language task: decoder-only language models on text. Importing this imports no torch."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.schema import Config
 from keepstep.errors import UsageError
+from keepstep.store import Checkpoint
 from keepstep.tasks.language import library
 from keepstep.tasks.language.config import METRICS, LanguageConfig, ModelConfig
 
@@ -24,6 +26,24 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 def build(config: Config, share: "DataShare") -> "Task":
     """Build the task; this imports torch and transformers."""
     assert isinstance(config, LanguageConfig), "the registry loads this task's own config"
+    _require_library()
+    from keepstep.tasks.language.task import LanguageTask
+
+    return LanguageTask(config, share)
+
+
+def export(
+    config: Config, weights: Mapping[str, Any], entry: Checkpoint, folder: Path
+) -> list[str]:
+    """Fill a folder that `transformers` loads; this imports torch and transformers."""
+    assert isinstance(config, LanguageConfig), "the registry loads this task's own config"
+    _require_library()
+    from keepstep.tasks.language.export import write_hugging_face
+
+    return write_hugging_face(config, weights, entry, folder)
+
+
+def _require_library() -> None:
     if not library.is_installed():
         from keepstep.tasks.language.look import MISSING_LIBRARY
 
@@ -31,9 +51,6 @@ def build(config: Config, share: "DataShare") -> "Task":
             MISSING_LIBRARY,
             hint="Install them with `pip install 'keepstep[language]'`.",
         )
-    from keepstep.tasks.language.task import LanguageTask
-
-    return LanguageTask(config, share)
 
 
 def check(config: Config) -> list[Problem]:
