@@ -1,6 +1,7 @@
 """States for single-file checkpoints, and the names and bytes of a folder that holds them."""
 
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def in_a_child(work: Callable[[], None]) -> int:
         try:
             work()
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(99)
     return os.waitpid(child, 0)[1]

@@ -9,6 +9,8 @@ healthy ranks that wait while one of them writes.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +32,10 @@ class JoinedRanks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
-        timeout = timedelta(seconds=deadline_seconds)
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        with self._lost_peers_named("joining"):
+            self._group: Any = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=deadline_seconds)
+            )
 
     def meet(self, what: str) -> None:
         """Wait for nobody: each exchange has its deadline."""
@@ -45,19 +49,12 @@ class JoinedRanks:
         text = json.dumps([what, value]).encode()
         length = torch.tensor([len(text)], dtype=torch.int64)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        try:
+        with self._lost_peers_named(what):
             dist.all_gather(lengths, length, group=self._group)
             longest = max(int(item) for item in lengths)
             padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
             texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(texts, padded, group=self._group)
-        # Gloo says a lost peer and a late one in this class.
-        except RuntimeError as error:
-            raise Unhealthy(
-                f"rank {self.rank} lost the others in {what}, or waited longer than"
-                f" {self._deadline_seconds:g} s for them: {error}",
-                hint=_HINT,
-            ) from error
         answers = [json.loads(item.numpy().tobytes()) for item in texts]
         for rank, (place, _) in enumerate(answers):
             if place != answers[0][0]:
@@ -67,6 +64,18 @@ class JoinedRanks:
                     hint=_HINT,
                 )
         return [answer for _, answer in answers]
+
+    @contextmanager
+    def _lost_peers_named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        # Lost peers and late ones: every class for them is below this one.
+        except RuntimeError as error:
+            raise Unhealthy(
+                f"rank {self.rank} lost the others in {what}, or waited longer than"
+                f" {self._deadline_seconds:g} s for them: {error}",
+                hint=_HINT,
+            ) from error
 
 
 def ranks_of_this_process(*, deadline_seconds: float) -> Ranks:

@@ -5,8 +5,9 @@ Guarantees:
    No file is ever rewritten in place, so a hard link to an old one stays what it was.
 2. `best` is linked from the verified temporary before the rename: a kill in between leaves it on
    the newer state, never on an older one. Where a link is not possible it is a copy, as atomic.
-3. A save that failed leaves every older file as it was. Its error, and that of a choice, is raised
-   on every rank of an initialised process group.
+3. A save that failed leaves every older file as it was, or its error names the one that is new:
+   that happens where the disk goes on failing, or has no links to put the old one back from. The
+   error, like that of a choice, is raised on every rank of an initialised process group.
 4. Nothing is saved that `weights_only` would refuse to load, and nothing else is ever loaded.
 
 One process (one rank 0) saves into a folder at a time: another's temporaries are leftovers here.
@@ -190,7 +191,8 @@ class _Attempt:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._temporaries: list[Path] = []
-        self._replaced: list[tuple[Path, Path | None, bool]] = []
+        # The name, its second name, and which file it was.
+        self._replaced: list[tuple[Path, Path | None, tuple[int, int] | None]] = []
 
     def temporary_of(self, target: Path) -> Path:
         """Return the name of the new file, which is removed if the save fails."""
@@ -199,8 +201,8 @@ class _Attempt:
 
     def put(self, new: Path, target: Path, *, copy_old: bool) -> None:
         """Rename the new file to its name, durably."""
-        held, existed = None, _is_there(target)
-        if existed:
+        held, existed = None, _identity_of(target)
+        if existed is not None:
             held = target.with_name(f".{target.stem}-replaced{_TEMPORARY_SUFFIX}")
             self._temporaries.append(held)
             try:
@@ -222,7 +224,9 @@ class _Attempt:
             try:
                 if held is not None:
                     self._disk.rename(held, target)
-                elif existed:
+                elif existed is not None and existed == _identity_of(target):
+                    continue
+                elif existed is not None:
                     because.add_note(f"{target} may hold the new state, which is whole")
                 elif _is_there(target):
                     self._disk.unlink(target)
@@ -256,8 +260,16 @@ def _check_targets(targets: list[Path]) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    # A link that leads nowhere is there too.
-    return path.is_symlink() or path.exists()
+    return _identity_of(path) is not None
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    """Return which file a name is of, or None; a link that leads nowhere is there too."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _refuse_shards(value: Any, path: str) -> None:
