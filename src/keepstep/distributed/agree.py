@@ -8,7 +8,6 @@ Guarantees:
 3. Only plain values travel, as JSON: no rank can make another run code.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.distributed.health import Health, NoHealth
 from keepstep.errors import KeepstepError
+from keepstep.store.process_group import SAME_ORDER, gather_plain
 
 if TYPE_CHECKING:
     from keepstep.distributed.group import Group
@@ -82,7 +82,7 @@ class TorchRanks:
             raise KeepstepError(
                 f"rank {self.rank} waited {self._meet_seconds:g} s for the others in {what}:"
                 f" {error}",
-                hint="Save, restore and close on all ranks, and decide together when.",
+                hint=SAME_ORDER,
             ) from error
 
     def sum(self, values: list[float]) -> list[float]:
@@ -101,27 +101,8 @@ class TorchRanks:
 
         Raises KeepstepError on all where the ranks are not in the same exchange.
         """
-        import torch
-        import torch.distributed as dist
-
-        text = json.dumps([what, value]).encode()
-        length = torch.tensor([len(text)], dtype=torch.int64)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._lost_peers_named():
-            dist.all_gather(lengths, length, group=self._group)
-            longest = max(int(item) for item in lengths)
-            padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-            texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(texts, padded, group=self._group)
-        answers = [json.loads(item.numpy().tobytes()) for item in texts]
-        for rank, (place, _) in enumerate(answers):
-            if place != answers[0][0]:
-                raise KeepstepError(
-                    f"rank 0 is in {answers[0][0]!r}, rank {rank} in {place!r}: they do not do the"
-                    " same things in the same order",
-                    hint="Save, restore and close on all ranks, and decide together when.",
-                )
-        return [value for _, value in answers]
+        lost = self._lost_peers_named()
+        return gather_plain(value, what=what, group=self._group, size=self.size, lost=lost)
 
     @contextmanager
     def _lost_peers_named(self) -> Iterator[None]:

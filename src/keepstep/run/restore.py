@@ -7,6 +7,7 @@ recorded in every checkpoint that follows from it.
 
 from typing import TYPE_CHECKING, Literal
 
+from keepstep.config.resolved import RUN_TOML
 from keepstep.errors import NotFound
 from keepstep.run.changes import config_changes
 from keepstep.run.environment import differences
@@ -14,7 +15,6 @@ from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
 from keepstep.store.catalog import checkpoints_in
-from keepstep.store.layout import RUN_TOML_NAME
 from keepstep.store.ranks import first
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _tell_changes(run: Run, *, optimizer: list[str], environment: list[str]) -> 
     since_session = first(
         run.group.ranks,
         "changes",
-        lambda: config_changes(run.folder / RUN_TOML_NAME, run.config),
+        lambda: config_changes(run.folder / RUN_TOML, run.config),
     )
     for change in since_session:
         run.notice("config", f"changed since the last session: {change}")

@@ -16,7 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from keepstep.config.quantities import bytes_text
-from keepstep.config.resolved import checkpoint_folder, dump_toml, must_match, run_folder
+from keepstep.config.resolved import (
+    RUN_TOML,
+    checkpoint_folder,
+    dump_toml,
+    must_match,
+    run_folder,
+)
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
@@ -37,7 +43,6 @@ from keepstep.store.layout import (
     JOURNAL_NAME,
     LOCK_NAME,
     OUTCOME_NAME,
-    RUN_TOML_NAME,
 )
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import digest_of
@@ -139,7 +144,7 @@ class Run:
 
     def _begin_folder(self) -> None:
         sweep(self.folder, self.disk, self._on_store_event)
-        self.disk.replace_file(self.folder / RUN_TOML_NAME, dump_toml(self.config).encode())
+        self.disk.replace_file(self.folder / RUN_TOML, dump_toml(self.config).encode())
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
 

@@ -120,6 +120,11 @@ class Disk:
         self.operation("remove_folder", path)
         os.rmdir(path)
 
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name that is not there yet; a link is linked itself."""
+        self.operation("link", new)
+        os.link(old, new, follow_symlinks=False)
+
     # Built from the primitives.
 
     def make_folders(self, path: Path) -> None:
@@ -238,6 +243,10 @@ class Disk:
         except OSError as second:
             because.add_note(f"{path} was left behind: {second}")
 
+    def open_new(self, path: Path) -> "NewFile":
+        """Open a new file for a writer that brings its bytes piece by piece."""
+        return NewFile(self, path)
+
     def open_append(self, path: Path) -> "AppendFile":
         """Open a file to which lines are appended, each with one write."""
         return AppendFile(self, path)
@@ -303,3 +312,61 @@ class AppendFile:
     ) -> None:
         """Close the file."""
         self.close()
+
+
+class NewFile:
+    """A new file; leave its `with` block and its bytes are durable (its name with the folder)."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self.error: BaseException | None = None
+        """What the first failed write said; a writer in C++ may raise other words in its place."""
+        self._disk = disk
+        self._path = path
+        self._waiting = bytearray()
+        self._descriptor = disk.create(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Take `data`; small pieces wait until there are enough of them."""
+        try:
+            if len(data) < _GATHER_BYTES:
+                self._waiting += data
+            if len(data) >= _GATHER_BYTES or len(self._waiting) >= _GATHER_BYTES:
+                self._write_waiting()
+            if len(data) >= _GATHER_BYTES:
+                self._disk.write(self._descriptor, data, self._path)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: what waits is written when the file is closed."""
+
+    def _write_waiting(self) -> None:
+        if self._waiting:
+            self._disk.write(self._descriptor, bytes(self._waiting), self._path)
+            self._waiting.clear()
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Make the bytes durable and close; after an error only close."""
+        try:
+            if error is None:
+                self._write_waiting()
+                self._disk.sync(self._descriptor, self._path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        if error is None:
+            self._disk.close(self._descriptor, self._path)
+        else:
+            # The error is what happened; a second one of the close would hide it.
+            os.close(self._descriptor)

@@ -4,10 +4,9 @@ Guarantees: every byte that is exported was compared with its digest. What is wr
 temporary name until all of it is durable, and never takes a name that something has: whoever
 finds the name finds all of it. The source is not touched.
 
-This is the room where pickles of others are written and opened, and none of them can run code:
-`.pth` is read with `weights_only`. The index of a DCP folder is a bare pickle, which torch itself
-loads without a check; here it may name a list of harmless classes and nothing else, and of what
-it lists only tensors are read, from files of that folder.
+No file of others can run code: `.pth` is read with `weights_only`. The index of a DCP folder is a
+bare pickle, which torch itself loads without a check; here it may name a list of harmless classes
+and nothing else, and of what it lists only tensors are read, from files of that folder.
 
 Not promised: `.pth` and DCP have no digests. What becomes of such a file later nobody notices.
 """
@@ -22,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
+from keepstep.store.archive import fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
 from keepstep.store.tensors import take_apart, write_tensors
@@ -77,8 +77,7 @@ def write_safetensors(state: Mapping[str, Any], path: Path, disk: Disk) -> None:
 
 def write_pth(state: Mapping[str, Any], path: Path, disk: Disk) -> None:
     """Write a state as a file that `torch.load(weights_only=True)` reads; ties stay tied."""
-    with _DurableFile(path, disk) as file:
-        torch.save(dict(state), file)
+    write_archive(dict(state), path, disk=disk)
 
 
 def write_dcp(state: Mapping[str, Any], path: Path, disk: Disk) -> None:
@@ -132,15 +131,11 @@ def one_process() -> Iterator[None]:
 
 
 def read_pth(path: Path) -> Mapping[str, Any]:
-    """Return the table that a `.pth` file holds; CheckpointDamaged where it holds objects."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointDamaged(
-            f"{path} is no whole .pth file of tensors and plain values: {first_line}",
-            hint="Files that hold other objects could run code, and are not opened.",
-        ) from error
+    """Return the table that a `.pth` file holds; UnsafeState where it holds objects."""
+    fault = fault_of(path)
+    if fault is not None:
+        raise CheckpointDamaged(f"{path} is no whole .pth file: {fault}")
+    found = load_archive(str(path), path, map_location="cpu")
     if not isinstance(found, Mapping):
         raise UsageError(f"{path} holds a {type(found).__name__}, not a table")
     return found
@@ -249,42 +244,6 @@ def plain_name(name: Any, source: Path) -> str:
 def _cause(error: BaseException) -> str:
     """Return the last line of what a library says, which is where it names the cause."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-class _DurableFile:
-    """A new file that a library writes to as it likes; durable when left without an error."""
-
-    def __init__(self, path: Path, disk: Disk) -> None:
-        self._path, self._disk = path, disk
-        self._descriptor = -1
-        self._failed: OSError | None = None
-
-    def __enter__(self) -> Any:
-        self._descriptor = self._disk.create(self._path)
-        return self
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Write all of `data`; the first error is kept."""
-        try:
-            self._disk.write(self._descriptor, data, self._path)
-        except OSError as error:
-            self._failed = self._failed or error
-            raise
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._disk.sync(self._descriptor, self._path)
-        finally:
-            self._disk.close(self._descriptor, self._path)
-        if self._failed is not None:
-            # The library goes on to close its archive, and raises in place of a full disk that
-            # a position is not what it expected.
-            raise self._failed
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from keepstep.config.resolved import RUN_TOML
 from keepstep.errors import DataError, NotFound, UsageError
 from keepstep.store import load_state
 from keepstep.store.catalog import Checkpoint, list_checkpoints
-from keepstep.store.layout import BEST_NAME, LATEST_NAME, RUN_TOML_NAME
+from keepstep.store.layout import BEST_NAME, LATEST_NAME
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
 from keepstep.tasks.language.config import LanguageConfig
 from keepstep.tasks.language.model import build_decoder
@@ -96,9 +97,9 @@ def _require_room(model: Any, tokens: int) -> None:
 
 
 def _config(run: Path) -> LanguageConfig:
-    path = run / RUN_TOML_NAME
+    path = run / RUN_TOML
     if not path.is_file():
-        raise NotFound(f"{run} is not the folder of a run: it has no {RUN_TOML_NAME}")
+        raise NotFound(f"{run} is not the folder of a run: it has no {RUN_TOML}")
     config = load_task_config(path, []).config
     if not isinstance(config, LanguageConfig):
         raise UsageError(f"{run} is a run of the task {config.task!r}, not of language")

@@ -1,0 +1,127 @@
+"""One `.pth` file: written by `torch.save`, checked by its CRCs, loaded without running code.
+
+Guarantees:
+1. What `write_archive` and `check_new` let pass has a right CRC for every record, and
+   `weights_only` will load it: a state that could not be loaded is refused when it is saved.
+2. `fault_in` believes no size and unpacks nothing; torch itself never looks at the CRCs.
+3. `load_archive` runs no code of the file.
+
+The only place that may call `torch.save` and `torch.load`.
+"""
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+# Named to turn them into errors of our own; nothing here pickles.
+from pickle import PicklingError, UnpicklingError
+from typing import IO, Any, cast
+
+from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
+from keepstep.store.disk import Disk
+
+# All that `zipfile` says of bytes that are no archive, or not the one that was written.
+_BROKEN = (
+    zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, RuntimeError, ValueError,
+    IndexError, KeyError, OverflowError,
+)  # fmt: skip
+
+
+def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
+    """Write the archive, with CRCs whatever the process has chosen for its other saves."""
+    import torch
+    from torch.serialization import get_crc32_options, set_crc32_options
+
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        with disk.open_new(path) as file:
+            try:
+                torch.save(state, cast(IO[bytes], file))
+            except BaseException as error:
+                # The archive's writer hides a full disk behind words about positions.
+                if file.error is not None and file.error is not error:
+                    raise file.error from None
+                raise
+    except (PicklingError, AttributeError, TypeError) as error:
+        raise UnsafeState(
+            f"the state of {path.name.removesuffix('.tmp')} holds what cannot be saved: {error}",
+            hint="Save tensors and plain values (numbers, strings, lists, tuples, dicts) only.",
+        ) from error
+    finally:
+        set_crc32_options(before)
+
+
+def check_new(path: Path) -> None:
+    """Read back what was just written; SaveFailed or UnsafeState where it could not be loaded."""
+    from torch.serialization import get_unsafe_globals_in_checkpoint
+
+    with path.open("rb") as file:
+        fault = fault_in(file)
+    if fault is not None:
+        raise SaveFailed(
+            f"{path} is not what was written: {fault}; every older file is as it was",
+            hint="The disk or the memory is at fault. Save to another place.",
+        )
+    unsafe = sorted(set(get_unsafe_globals_in_checkpoint(str(path))))
+    if unsafe:
+        raise UnsafeState(
+            f"the state holds {', '.join(unsafe)}, which no checkpoint may hold",
+            hint="Save tensors and plain values only: float(x) for a number of numpy, str(p) for"
+            " a path.",
+        )
+
+
+def fault_of(path: Path) -> str | None:
+    """Return what is wrong with a file, or None; one that cannot be read has that fault."""
+    try:
+        with path.open("rb") as file:
+            return fault_in(file)
+    except OSError as error:
+        return str(error)
+
+
+def fault_in(file: IO[bytes]) -> str | None:
+    """Return what is wrong with an archive, or None where every record's CRC holds.
+
+    Nothing is believed before it is checked, and no more than a chunk is ever in memory.
+    """
+    size = file.seek(0, 2)
+    if size == 0:
+        return "the file is empty"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            for record in records:
+                # Torch stores records as they are; what is packed may unpack to anything.
+                stored = record.compress_type == zipfile.ZIP_STORED
+                if not stored or record.file_size != record.compress_size:
+                    return f"the record {record.filename} is packed"
+            if sum(record.file_size for record in records) > size:
+                return "its records are larger than the file"
+            if not any(record.filename.endswith("/data.pkl") for record in records):
+                return "it is no checkpoint of torch.save: it has no data.pkl"
+            broken = archive.testzip()
+    except _BROKEN as error:
+        return f"it is no whole archive ({error})"
+    return None if broken is None else f"the CRC of the record {broken} does not match"
+
+
+def load_archive(
+    file: IO[bytes] | str, path: Path, *, map_location: Any, mmap: bool = False
+) -> Any:
+    """Return the state in a checked archive; UnsafeState where only running code could load it."""
+    import torch
+
+    try:
+        return torch.load(file, weights_only=True, map_location=map_location, mmap=mmap)
+    except UnpicklingError as error:
+        raise UnsafeState(
+            f"{path} holds more than tensors and plain values, and was not loaded: {error}",
+            hint="A file that can run code is never opened. Save its tensors and plain values"
+            " again, where you trust it.",
+        ) from error
+    except (*_BROKEN, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
