@@ -11,6 +11,7 @@
     ├── Diverged             6   losses or gradients stopped being finite
     ├── Unhealthy            7   a collective failed or a peer is gone
     ├── SaveFailed           1   a save gave up; every older checkpoint is as it was
+    │   └── SaveAbandoned    1   it was told to, because the time for it was over
     └── UnsafeState          1   the state holds something that no checkpoint may hold
 
 Errors are for the world; our own mistakes are assertions.
@@ -88,6 +89,10 @@ class Unhealthy(KeepstepError):
 
 class SaveFailed(KeepstepError):
     """A save gave up after its retries; every older checkpoint is as it was."""
+
+
+class SaveAbandoned(SaveFailed):
+    """A save was given up because the time for it was over; every older checkpoint is as it was."""
 
 
 class UnsafeState(KeepstepError):

@@ -32,14 +32,17 @@ def state_of(step: int) -> dict[str, object]:
     return {"weight": torch.full((64,), float(step)), "step": step, "pair": (step, None)}
 
 
-def live(folder: Path, disk: Disk, acknowledged: Callable[[int], None]) -> None:
+def live(
+    folder: Path, disk: Disk, acknowledged: Callable[[int], None], *, wait: bool = True
+) -> None:
     """Restore, and save on to step 5 with evaluation and retention."""
     with Store(folder, disk=disk, keep_last_n=2, best_metric="loss", save_retries=0) as store:
         found = store.restore()
         first = found.manifest.step + 1 if found else 1
         for step in range(first, 6):
-            store.save(state_of(step), step=step, metrics={"loss": abs(step - 2.0)})
-            acknowledged(step)
+            store.save(state_of(step), step=step, wait=wait, metrics={"loss": abs(step - 2.0)})
+            if wait or store.collect() is not None:
+                acknowledged(step)
 
 
 def save_twice(folder: Path, disk: Disk, acknowledged: Callable[[int], None]) -> None:
@@ -84,7 +87,9 @@ def assert_sound(folder: Path, acknowledged: int) -> int:
     return newest
 
 
-def test_a_death_at_every_operation_loses_nothing_that_was_acknowledged(tmp_path):
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_death_at_every_operation_loses_nothing_that_was_acknowledged(tmp_path, wait):
+    """Also where a thread saves: it dies in the middle of its work like the rest."""
     number, alive = 0, False
     while not alive:
         number += 1
@@ -94,7 +99,8 @@ def test_a_death_at_every_operation_loses_nothing_that_was_acknowledged(tmp_path
         acknowledgements.write_text("0")
 
         def work(folder=folder, number=number, told=acknowledgements) -> None:
-            live(folder, DyingDisk(number), lambda step: told.write_text(str(step)))
+            note = told.write_text
+            live(folder, DyingDisk(number), lambda step: note(str(step)), wait=wait)
 
         status = in_a_child(work)
         alive = status == 0

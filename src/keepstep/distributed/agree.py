@@ -21,6 +21,9 @@ from keepstep.store.process_group import SAME_ORDER, gather_plain
 if TYPE_CHECKING:
     from keepstep.distributed.group import Group
 
+COLLECTIVE_DEADLINE = timedelta(minutes=30)
+"""For what may honestly take long, such as writing; a lost peer is found by `Health`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
@@ -32,6 +35,8 @@ class StepFacts:
     """A stop was asked for, by a signal or a hook (on any rank)."""
     save: bool = False
     """A hook asked for a save (on any rank)."""
+    busy: bool = False
+    """A save is still being written (on any rank)."""
     loss: float = 0.0
     """The loss of this rank's part of the batch; afterwards the mean over all ranks."""
 
@@ -40,12 +45,13 @@ def agree(group: "Group", facts: StepFacts) -> StepFacts:
     """Return the facts that hold on any rank, and the mean of the losses."""
     if group.world_size == 1:
         return facts
-    sums = group.sum([facts.nonfinite, facts.stop, facts.save, facts.loss])
+    sums = group.sum([facts.nonfinite, facts.stop, facts.save, facts.busy, facts.loss])
     return StepFacts(
         nonfinite=sums[0] > 0,
         stop=sums[1] > 0,
         save=sums[2] > 0,
-        loss=sums[3] / group.world_size,
+        busy=sums[3] > 0,
+        loss=sums[4] / group.world_size,
     )
 
 
@@ -103,6 +109,13 @@ class TorchRanks:
         """
         lost = self._lost_peers_named()
         return gather_plain(value, what=what, group=self._group, size=self.size, lost=lost)
+
+    def apart(self) -> "TorchRanks":
+        """Return the same ranks with a group of their own, which another thread may use."""
+        import torch.distributed as dist
+
+        group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_DEADLINE)
+        return TorchRanks(group, rank=self.rank, size=self.size, health=self._health)
 
     @contextmanager
     def _lost_peers_named(self) -> Iterator[None]:

@@ -14,18 +14,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from keepstep.config.quantities import seconds
 from keepstep.config.schema import DistributedConfig
-from keepstep.distributed.agree import TorchRanks
+from keepstep.distributed.agree import COLLECTIVE_DEADLINE, TorchRanks
 from keepstep.distributed.health import Health, NoHealth
 from keepstep.errors import UsageError
 from keepstep.store.ranks import OneRank, Ranks
-
-_COLLECTIVE_DEADLINE = timedelta(minutes=30)
-"""For what may honestly take long, such as writing; a lost peer is found by `Health`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
         store=store,
         rank=rank,
         world_size=size,
-        timeout=_COLLECTIVE_DEADLINE,
+        timeout=COLLECTIVE_DEADLINE,
     )
     try:
         health = Health(
@@ -97,7 +93,7 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
             store=_connect(host, port),
             store_host=host,
         )
-        talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
+        talk: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_DEADLINE)
         ranks = TorchRanks(talk, rank=rank, size=size, health=health)
         with health:
             yield Group(
@@ -121,7 +117,7 @@ def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
     """
     import torch.distributed as dist
 
-    talk: Any = dist.new_group(backend="gloo", timeout=_COLLECTIVE_DEADLINE)
+    talk: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_DEADLINE)
     return TorchRanks(
         talk,
         rank=dist.get_rank(),
@@ -144,7 +140,7 @@ def _connect(host: str, port: int, *, holds_store: bool = False) -> Any:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     store = TCPStore(
-        host, port, is_master=holds_store, wait_for_workers=False, timeout=_COLLECTIVE_DEADLINE
+        host, port, is_master=holds_store, wait_for_workers=False, timeout=COLLECTIVE_DEADLINE
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"keepstep/{attempt}", store)

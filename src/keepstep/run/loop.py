@@ -42,6 +42,8 @@ def _advance(
         return run.outcome(Ending.STOPPED, reason="the data ran out")
     result = take_step(task, batch, state, run)
     _record(result, state, run)
+    if not result.agreed.busy:
+        run.collect()
     if _has_diverged(state, run):
         return run.outcome(Ending.DIVERGED, reason=_how_it_diverged(result, state))
     if result.agreed.stop:
@@ -67,8 +69,8 @@ def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
         save_after_skipped_end=run.config.checkpoint.save_after_skipped_end,
     )
     if save:
-        run.save(state, metrics=run.metrics)
-    run.store.drain(run.stop.grace_seconds)
+        run.save(state, metrics=run.metrics, wait=True)
+    run.collect()
     final = run.outcome(outcome.ending, reason=outcome.reason)
     run.close(final)
     return final
@@ -148,6 +150,8 @@ def _evaluate_and_save(task: "Task", result: StepResult, state: TrainingState, r
         if metrics is None:
             return True
         run.metrics = metrics
+        # Whether these are the best depends on what became of the save before.
+        run.collect()
         is_best = run.store.would_be_best(metrics)
     if counters.save_owed != SaveDue.NO or is_best:
         run.save(state, metrics=run.metrics)

@@ -148,8 +148,12 @@ class Run:
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
 
-    def save(self, state: TrainingState, *, metrics: dict[str, float]) -> Saved:
-        """Commit the state as the checkpoint of its step; SaveFailed where that cannot be done."""
+    def save(self, state: TrainingState, *, metrics: dict[str, float], wait: bool = False) -> None:
+        """Save the state as the checkpoint of its step; SaveFailed where that cannot be done.
+
+        It is committed when this returns, or later where saves are asynchronous, unless ``wait``.
+        """
+        self.collect()
         counters = state.counters
         milestone = counters.save_owed == SaveDue.MILESTONE
         counters.save_owed = SaveDue.NO.value
@@ -163,6 +167,8 @@ class Run:
         saved = self.store.save(
             captured,
             step=counters.step,
+            wait=wait or self.config.checkpoint.async_mode == "disabled",
+            copy_now=state.moving(),
             updates=counters.updates,
             samples=counters.samples,
             tokens=counters.tokens,
@@ -172,12 +178,20 @@ class Run:
             environment=self.environment,
         )
         self.saved_step = counters.step
-        if saved.new:
-            self.journal.write(
-                "saved", step=counters.step, sequence=saved.manifest.sequence, path=saved.path.name
-            )
-            self.hooks.call("on_committed", self, saved.path, saved.manifest)
-        return saved
+        self._tell_of(saved)
+
+    def collect(self) -> None:
+        """Wait for the save in flight, if there is one, and tell of it; raise its error."""
+        self._tell_of(self.store.collect())
+
+    def _tell_of(self, saved: Saved | None) -> None:
+        if saved is None or not saved.new:
+            return
+        manifest = saved.manifest
+        self.journal.write(
+            "saved", step=manifest.step, sequence=manifest.sequence, path=saved.path.name
+        )
+        self.hooks.call("on_committed", self, saved.path, manifest)
 
     def outcome(self, ending: Ending, *, reason: str = "", code: int = -1) -> Outcome:
         """Return the outcome of ending here and now."""

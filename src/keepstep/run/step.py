@@ -56,6 +56,7 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
             nonfinite=not (math.isfinite(loss) and math.isfinite(norm)),
             stop=run.stop.requested,
             save=run.save_requested,
+            busy=run.store.is_busy(),
             loss=loss,
         ),
     )

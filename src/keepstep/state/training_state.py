@@ -72,6 +72,10 @@ class TrainingState:
             "counters": asdict(self.counters),
         }
 
+    def moving(self) -> set[str]:
+        """Return the names, as captured, of what changes between two updates: the buffers."""
+        return {f"model.{name}" for name, _ in self.model.named_buffers()}
+
     def load(self, saved: Mapping[str, Any]) -> list[str]:
         """Become the state that was captured; return the optimizer settings that changed since.
 

@@ -9,13 +9,14 @@ Each line stands on the one before. Without a file's sync its bytes, without a f
 names may be missing after a power cut although a later rename survived.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, SaveAbandoned
 from keepstep.store.catalog import look_at
 from keepstep.store.disk import Disk
 from keepstep.store.layout import (
@@ -49,6 +50,7 @@ def commit(
     folder: Path,
     disk: Disk,
     ranks: Ranks,
+    halt: threading.Event,
     on_event: Callable[..., None],
 ) -> tuple[Manifest, bool]:
     """Make one attempt to commit; return the manifest, and whether it is a new one.
@@ -66,7 +68,9 @@ def commit(
         return told
 
     try:
-        written = together(ranks, "save: write", lambda: _write(snapshot, staging, ranks, disk))
+        written = together(
+            ranks, "save: write", lambda: _write(snapshot, staging, ranks, disk, halt)
+        )
         _require_alike(written)
         on_event("written", step=facts.step)
         told = first(ranks, "save: commit", make_visible)
@@ -218,14 +222,20 @@ def hide(path: Path, *, into: Path, disk: Disk) -> Path:
     return trash
 
 
-def _write(snapshot: "Snapshot", staging: Path, ranks: Ranks, disk: Disk) -> dict[str, Any]:
+def _write(
+    snapshot: "Snapshot", staging: Path, ranks: Ranks, disk: Disk, halt: threading.Event
+) -> dict[str, Any]:
     """Write this rank's file, durably; return what the first rank needs to know of it."""
     from keepstep.store.tensors import write_tensors
+
+    def go_on() -> None:
+        if halt.is_set():
+            raise SaveAbandoned(f"{staging.name} was given up while it was written")
 
     found: dict[str, Any] = {"file": None, "tensors": [], "state": snapshot.digest()}
     if snapshot.written or ranks.rank == 0:
         name = data_name(ranks.rank)
-        file, tensors = write_tensors(snapshot, staging, file_name=name, disk=disk)
+        file, tensors = write_tensors(snapshot, staging, file_name=name, disk=disk, go_on=go_on)
         found["file"] = asdict(file)
         found["tensors"] = [asdict(entry) for entry in tensors]
     return found

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from keepstep.errors import UnsafeState
 from keepstep.store.manifest import Manifest
@@ -24,6 +24,41 @@ class Saved:
     def bytes(self) -> int:
         """Size of all data files."""
         return self.manifest.size
+
+
+class GivenFacts(TypedDict, total=False):
+    """What a save may be told besides the state and its step. All of it is in the manifest."""
+
+    updates: int | None
+    """Optimizer steps applied; the step's own number if not given."""
+    samples: int
+    tokens: int
+    metrics: Mapping[str, float] | None
+    """Values by name; the store's `best_metric` among them decides the best."""
+    milestone: bool
+    """Whether retention keeps it for ever."""
+    must_match: Mapping[str, Any] | None
+    """What must be the same when the run is continued."""
+    environment: Mapping[str, Any] | None
+    """Versions, hardware and the like, for people."""
+
+
+def checked(step: Any, given: GivenFacts) -> dict[str, Any]:
+    """Return every fact in the form that a manifest holds; UnsafeState names one that is wrong."""
+    unknown = sorted(set(given) - set(GivenFacts.__annotations__))
+    if unknown:
+        raise TypeError(f"save() got an unexpected keyword argument {unknown[0]!r}")
+    updates = given.get("updates")
+    return {
+        "step": count_of("step", step),
+        "updates": count_of("updates", step if updates is None else updates),
+        "samples": count_of("samples", given.get("samples", 0)),
+        "tokens": count_of("tokens", given.get("tokens", 0)),
+        "must_match": table_of("must_match", given.get("must_match")),
+        "environment": table_of("environment", given.get("environment")),
+        "metrics": metrics_of(given.get("metrics")),
+        "milestone": bool(given.get("milestone", False)),
+    }
 
 
 def count_of(name: str, value: Any) -> int:

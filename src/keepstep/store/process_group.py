@@ -77,6 +77,10 @@ class JoinedRanks:
         lost = self._lost_peers_named(what)
         return gather_plain(value, what=what, group=self._group, size=self.size, lost=lost)
 
+    def apart(self) -> "JoinedRanks":
+        """Return the same ranks with a group of its own, which another thread may use."""
+        return JoinedRanks(deadline_seconds=self._deadline_seconds)
+
     @contextmanager
     def _lost_peers_named(self, what: str) -> Iterator[None]:
         try:

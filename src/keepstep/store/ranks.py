@@ -37,6 +37,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def apart(self) -> "Ranks":
+        """Return the same ranks with exchanges of their own, which another thread may make."""
+        ...
+
 
 class OneRank:
     """A world of one process."""
@@ -52,6 +56,10 @@ class OneRank:
         """Return the value alone."""
         del what
         return [value]
+
+    def apart(self) -> "OneRank":
+        """Return itself: nothing is exchanged."""
+        return self
 
 
 def together(ranks: Ranks, what: str, work: Callable[[], Any]) -> list[Any]:

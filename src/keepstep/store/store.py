@@ -3,33 +3,27 @@
 Invariants:
 1. A folder named `step_N` is a whole checkpoint, or was one until something outside damaged it:
    it gets that name by one rename, after everything in it is durable.
-2. `save` returns after the rename is durable, and not before.
+2. `save` returns after the rename is durable, and not before; with `wait=False` it returns at the
+   cut, and `collect` or the next call returns after the rename, or raises why there is none.
 3. Nothing that has a committed name is ever written to again; it is renamed aside or to trash.
 4. `latest` and `best` are for people; this module never reads them.
 5. Retention runs after the new checkpoint is durable, in the order of commits.
-
-The sequence number is one more than any that the folder has ever shown, also in `aside/`, so a
-checkpoint that was given up never looks newer than one that follows.
 """
 
-import errno
-import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from keepstep.errors import CheckpointDamaged, NotFound, SaveFailed, UsageError
-from keepstep.store import commit, housekeeping
-from keepstep.store.best import BestSoFar
+from keepstep.errors import CheckpointDamaged, NotFound, UsageError
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.disk import Disk
-from keepstep.store.facts import Saved, count_of, metrics_of, table_of
+from keepstep.store.facts import GivenFacts, Saved, checked
 from keepstep.store.layout import LOCK_NAME, step_name
+from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
-from keepstep.store.manifest import Best, Facts, Manifest, fingerprint_of
+from keepstep.store.manifest import Best, Facts, Manifest
 from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.resume import (
     Like,
@@ -44,9 +38,11 @@ from keepstep.store.retention import Retention
 from keepstep.store.sweep import sweep
 
 if TYPE_CHECKING:
-    from keepstep.store.tensors import Snapshot
+    from torch.optim import Optimizer
 
-_BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
+    from keepstep.store.staging import Cut
+    from keepstep.store.tensors import Snapshot
+    from keepstep.store.writer import Writer
 
 
 def _ignore(_event: str, **_facts: Any) -> None:
@@ -88,35 +84,54 @@ class Store:
             keep_hourly=keep_hourly,
             keep_daily=keep_daily,
         )
-        self.run_id = secrets.token_hex(8)
-        self.newest: Manifest | None = None
         self._disk = disk if disk is not None else Disk()
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._mesh = mesh if mesh is not None else {}
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
-        self._best = BestSoFar(metric=best_metric, mode=best_mode)
+        self._line = Line(metric=best_metric, mode=best_mode)
         self._save_retries = save_retries
         self._on_event = on_event
-        self._next_sequence = 1
         self._ready_to_save = False
         self._open = False
+        self._writer: Writer | None = None
+
+    @property
+    def run_id(self) -> str:
+        """The run whose checkpoints these are."""
+        return self._line.run_id
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint of this session's line."""
+        return self._line.newest
 
     @property
     def best(self) -> Best | None:
         """The best value so far and the checkpoint that had it."""
-        return self._best.best
+        return self._line.best.best
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was begun with `wait=False` that nobody has collected yet."""
+        return self._writer is not None and self._writer.is_saving
 
     def open(self) -> None:
         """Hold the folder; Locked if it is in use. Nothing in it is changed yet."""
         if self._open:
             return
-        self._next_sequence = first(self._ranks, "open", self._hold_folder)
+        self._line.next_sequence = first(self._ranks, "open", self._hold_folder)
         self._open = True
         self._ready_to_save = False
 
     def close(self) -> None:
-        """Let the folder go."""
+        """Finish what is being written, and let the folder go; raises what became of it."""
+        try:
+            self._join()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._open and self._shared_lock is None and self._ranks.rank == 0:
             self._lock.release()
         self._open = False
@@ -132,8 +147,13 @@ class Store:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the store."""
-        self.close()
+        """Close the store; an error of a save does not take the place of one in the block."""
+        try:
+            self.close()
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(f"and the last save: {type(second).__name__}: {second}")
 
     def restore(
         self,
@@ -155,6 +175,7 @@ class Store:
         ``like(name, shape)``: the tensor like which a saved one is to be sharded, or None for a
         whole one. Each rank reads its own regions only.
         """
+        self._join()
         self._ranks.meet("restore")
         self.open()
         found = look_together(self.folder, self._ranks)
@@ -193,41 +214,67 @@ class Store:
 
     def _take_up(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
         """Become the session that follows a checkpoint; return the names of what was set aside."""
-        self.run_id = manifest.run_id
-        self.newest = manifest
+        self._line.run_id = manifest.run_id
+        self._line.newest = manifest
         set_aside: list[str] = first(
             self._ranks,
             "restore: set aside",
             lambda: set_aside_others(found, manifest, self._disk, self._on_event),
         )
         kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
-        gone = self._best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
+        gone = self._line.best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
         if gone is not None:
             self._on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
-        first(self._ranks, "links", self._point_links)
+        self._point_links()
         return set_aside
+
+    @overload
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        wait: Literal[True] = True,
+        **facts: Unpack[GivenFacts],
+    ) -> Saved: ...
+
+    @overload
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        wait: bool,
+        copy_now: bool | Collection[str] = (),
+        **facts: Unpack[GivenFacts],
+    ) -> Saved | None: ...
 
     def save(
         self,
         state: Mapping[str, Any],
         *,
         step: int,
-        updates: int | None = None,
-        samples: int = 0,
-        tokens: int = 0,
-        metrics: Mapping[str, float] | None = None,
-        milestone: bool = False,
-        must_match: Mapping[str, Any] | None = None,
-        environment: Mapping[str, Any] | None = None,
-    ) -> Saved:
+        wait: bool = True,
+        copy_now: bool | Collection[str] = (),
+        **facts: Unpack[GivenFacts],
+    ) -> Saved | None:
         """Commit `state` as the checkpoint of `step`; it is durable when this returns.
 
         `state` is a tree of tensors and plain values; anything else is refused by name
         (UnsafeState). Saving again what is already committed changes nothing. Raises SaveFailed
         after the retries; every older checkpoint is then as it was.
+
+        ``wait=False`` returns None at once, and a thread writes. Large tensors are copied
+        meanwhile: nothing may change them before `fence` has returned, which `fence_before` sees
+        to. ``copy_now`` names those that change sooner, such as large buffers, or is True for
+        all. What became of the save is for `collect`; an error is raised there, or by the next
+        call. One save at a time: a second one waits for the first.
+
+        ``facts``: see `GivenFacts`.
         """
         from keepstep.store.tensors import take_apart
 
+        self._join()
         self._ranks.meet(f"the save of step {step}")
         self.open()
         if not self._ready_to_save:
@@ -237,70 +284,59 @@ class Store:
                     hint="Call restore() before the first save, or choose an empty folder.",
                 )
             self._make_ready_to_save()
-        started = time.monotonic()
-        taken: list[tuple[Facts, Snapshot]] = []
+        started, writer = time.monotonic(), self._make_writer()
+        taken: list[tuple[Facts, Snapshot, Cut | None]] = []
 
         def take() -> None:
-            facts = self._facts(
-                step=count_of("step", step),
-                updates=count_of("updates", step if updates is None else updates),
-                samples=count_of("samples", samples),
-                tokens=count_of("tokens", tokens),
-                must_match=table_of("must_match", must_match),
-                environment=table_of("environment", environment),
-                metrics=metrics_of(metrics),
-                milestone=bool(milestone),
-            )
-            taken.append((facts, take_apart(state, self._ranks)))
+            known = self._line.facts(checked(step, facts), mesh=self._mesh)
+            snapshot = take_apart(state, self._ranks)
+            cut = None if wait else writer.cut(snapshot, copy_now)
+            taken.append((known, snapshot, cut))
 
         together(self._ranks, "save: state", take)
-        facts, snapshot = taken[0]
-        first(self._ranks, "save: lock", self._lock.confirm)
+        known, snapshot, cut = taken[0]
         self._on_event("snapshot", step=step)
-        manifest, new = self._commit_with_retries(snapshot, facts)
-        saved = Saved(
-            path=self.folder / step_name(facts.step),
-            manifest=manifest,
-            new=new,
-            seconds=time.monotonic() - started,
-        )
-        self._adopt(saved, facts)
-        first(self._ranks, "save: tidy", self._tidy)
-        return saved
+        if cut is None:
+            return writer.save_now(snapshot, known, started=started)
+        writer.save_later(cut, known, started=started)
+        return None
 
-    def _facts(self, **given: Any) -> Facts:
-        sequence, newest = self._next_sequence, self.newest
-        return Facts(
-            **given,
-            run_id=self.run_id,
-            sequence=sequence,
-            parent=newest.sequence if newest is not None else None,
-            fingerprint=fingerprint_of(given["must_match"]),
-            best=self._best.after(given["metrics"], sequence=sequence, step=given["step"]),
-            mesh=dict(self._mesh),
-        )
+    def _make_writer(self) -> "Writer":
+        """Return the writer. It needs torch, which a store that only looks around does not."""
+        if self._writer is None:
+            from keepstep.store.writer import Writer
 
-    def _adopt(self, saved: Saved, facts: Facts) -> None:
-        """Take what stands now for this session's newest, if it is.
-
-        It is also where an attempt had committed it and could not say so: its number must not be
-        given again, and its best is the best.
-        """
-        manifest = saved.manifest
-        newest = self.newest.sequence if self.newest is not None else 0
-        if manifest.sequence > newest:
-            self._next_sequence = max(self._next_sequence, manifest.sequence + 1)
-            self.newest = manifest
-            self._best.best = manifest.best
-            self._on_event("committed", manifest=manifest, path=saved.path, seconds=saved.seconds)
-        if not saved.new:
-            self._best.best = self._best.after(
-                facts.metrics, sequence=manifest.sequence, step=facts.step
+            self._writer = Writer(
+                self.folder,
+                line=self._line,
+                policy=self.policy,
+                retries=self._save_retries,
+                lock=self._lock,
+                disk=self._disk,
+                ranks=self._ranks,
+                on_event=self._on_event,
             )
+        return self._writer
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+
+    def collect(self) -> Saved | None:
+        """Wait for the save that was begun with `wait=False`; return it, once, or raise its error.
+
+        None where there is none. On several ranks all of them call it.
+        """
+        return self._writer.collect() if self._writer is not None else None
+
+    def is_busy(self) -> bool:
+        """Tell whether this rank is still writing; hands on what the writer told meanwhile."""
+        return self._writer is not None and self._writer.is_busy()
 
     def would_be_best(self, metrics: Mapping[str, float]) -> bool:
         """Tell whether a checkpoint with these metrics would be the best so far."""
-        return self._best.after(metrics, sequence=-1, step=-1) != self._best.best
+        self._join()
+        return self._line.best.after(metrics, sequence=-1, step=-1) != self.best
 
     def mark_best(self, metrics: Mapping[str, float], *, step: int) -> bool:
         """Judge a committed checkpoint by metrics that were found after it was saved.
@@ -308,18 +344,29 @@ class Store:
         The checkpoint is not modified; the next manifest records it. Returns whether it is the
         best now.
         """
-        before = self._best.best
+        self._join()
+        before = self.best
         sequence = first(self._ranks, "best", lambda: self._sequence_of(step))
-        self._best.best = self._best.after(metrics, sequence=sequence, step=step)
-        first(self._ranks, "links", self._point_links)
-        return self._best.best != before
+        self._line.best.best = self._line.best.after(metrics, sequence=sequence, step=step)
+        self._point_links()
+        return self.best != before
 
     def fence(self) -> None:
-        """Return when the parameters may be changed: at once, since saves are synchronous."""
+        """Return when the state of the last save may be changed: when it is copied."""
+        if self._writer is not None:
+            self._writer.fence()
+
+    def fence_before(self, optimizer: "Optimizer") -> None:
+        """Have each step of one of torch's optimizers wait at the fence first."""
+        optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def drain(self, deadline_seconds: float) -> bool:
-        """Finish what is being written; True if nothing is left. Synchronous saves leave none."""
-        return deadline_seconds >= 0
+        """Finish what is being written, or give it up at the deadline; return whether it is saved.
+
+        On several ranks all of them call it; one that gives up does so for all. A writer that is
+        blocked in the kernel is left behind, and `collect` still waits for it.
+        """
+        return self._writer is None or self._writer.drain(deadline_seconds)
 
     def _hold_folder(self) -> int:
         """Hold the folder for all ranks; return the next sequence number."""
@@ -333,7 +380,7 @@ class Store:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""
         if not self._ready_to_save:
             first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
-            self.run_id = first(self._ranks, "run id", lambda: self.run_id)
+            self._line.run_id = first(self._ranks, "run id", lambda: self.run_id)
             self._ready_to_save = True
 
     def _sequence_of(self, step: int) -> int:
@@ -342,54 +389,6 @@ class Store:
             raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
         return entry.manifest.sequence
 
-    def _commit_with_retries(self, snapshot: Any, facts: Facts) -> tuple[Manifest, bool]:
-        for attempt in range(self._save_retries + 1):
-            try:
-                return commit.commit(
-                    snapshot,
-                    facts,
-                    folder=self.folder,
-                    disk=self._disk,
-                    ranks=self._ranks,
-                    on_event=self._on_event,
-                )
-            except OSError as error:
-                if attempt == self._save_retries:
-                    raise self._save_failed(error, facts.step) from error
-                self._on_event("retry", attempt=attempt + 1, step=facts.step, error=str(error))
-                wait = _BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]
-                threading.Event().wait(wait)
-        raise AssertionError("the loop above returns or raises")
-
-    def _save_failed(self, error: OSError, step: int) -> SaveFailed:
-        hint = "Mend the disk, then run the same command to continue."
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "Make room, then run the same command to continue."
-        newest = f"step_{self.newest.step}" if self.newest is not None else "none"
-        return SaveFailed(
-            f"step {step} could not be saved in {self.folder}: {error};"
-            f" the newest checkpoint is {newest}, and every older one is as it was",
-            hint=hint,
-        )
-
     def _point_links(self) -> None:
-        housekeeping.point_links(
-            self.folder,
-            newest=self.newest,
-            best=self._best.best,
-            disk=self._disk,
-            on_event=self._on_event,
-        )
-
-    def _tidy(self) -> None:
-        """Do what follows a commit; what the disk refuses is told and makes no save a failure."""
-        self._point_links()
-        self._lock.confirm()
-        housekeeping.retain(
-            self.folder,
-            self.policy,
-            now=time.time(),
-            best=self._best.best,
-            disk=self._disk,
-            on_event=self._on_event,
-        )
+        writer = self._make_writer()
+        first(self._ranks, "links", lambda: writer.point_links(self._on_event))

@@ -131,14 +131,20 @@ def _register(
 
 
 def write_tensors(
-    snapshot: Snapshot, folder: Path, *, file_name: str, disk: Disk
+    snapshot: Snapshot,
+    folder: Path,
+    *,
+    file_name: str,
+    disk: Disk,
+    go_on: Callable[[], None] = lambda: None,
 ) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
     """Write what this process has to write into one durable safetensors file.
 
-    Returns what the manifest says of the file and of its pieces.
+    Returns what the manifest says of the file and of its pieces. ``go_on``: called before each
+    piece; raises where the rest is not wanted any more.
     """
     parts = {name: snapshot.parts[name] for name in snapshot.written}
-    names = sorted(parts, key=lambda name: _file_order(name, parts[name].local.element_size()))
+    names = in_file_order(snapshot)
     header = _header({name: parts[name].local for name in names}, names)
     entries: list[TensorEntry] = []
 
@@ -147,8 +153,9 @@ def write_tensors(
         position = len(header)
         for name in names:
             part_here, tensor = parts[name], parts[name].local
-            data, pieces = _bytes_of(tensor), []
+            data, pieces = bytes_of(tensor), []
             for offset, shape, start, end in _ranges(tuple(tensor.shape), tensor.element_size()):
+                go_on()
                 part = data[start:end]
                 pieces.append(
                     Piece(
@@ -176,6 +183,12 @@ def write_tensors(
         name=file_name, size=size, header_end=len(header), header_digest=digest_of(header)
     )
     return entry, tuple(entries)
+
+
+def in_file_order(snapshot: Snapshot) -> list[str]:
+    """Return the names that this process writes, in the order in which they lie in its file."""
+    sizes = {name: snapshot.parts[name].local.element_size() for name in snapshot.written}
+    return sorted(sizes, key=lambda name: _file_order(name, sizes[name]))
 
 
 def merge(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
@@ -304,7 +317,7 @@ def _read_piece(
     wanted = _narrowed(tensor, common, region.offset)
     direct = common.shape == piece.shape and wanted.is_contiguous()
     target = wanted if direct else torch.empty(piece.shape, dtype=tensor.dtype)
-    data = _bytes_of(target)
+    data = bytes_of(target)
     with (folder / piece.file).open("rb", buffering=0) as file:
         file.seek(piece.start)
         _read_into(data, file.readinto)
@@ -333,7 +346,7 @@ def _read_into(data: memoryview, read: Callable[[memoryview], int | None]) -> No
         filled += count
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU; a contiguous one is not copied."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

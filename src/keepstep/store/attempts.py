@@ -1,0 +1,71 @@
+"""The attempts to commit one save: again after an error of the disk, with back-off.
+
+Guarantees: each attempt begins with files and names of its own, from the same bytes; an error that
+another attempt cannot mend is raised at once; after the last one every older checkpoint is as it
+was, and the error says which is the newest.
+"""
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepstep.errors import SaveAbandoned, SaveFailed
+from keepstep.store.commit import commit
+from keepstep.store.disk import Disk
+from keepstep.store.manifest import Facts, Manifest
+from keepstep.store.ranks import Ranks
+
+if TYPE_CHECKING:
+    from keepstep.store.tensors import Snapshot
+
+_BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
+
+
+def commit_with_retries(
+    snapshot: "Snapshot",
+    facts: Facts,
+    *,
+    folder: Path,
+    newest: Manifest | None,
+    retries: int,
+    disk: Disk,
+    ranks: Ranks,
+    halt: threading.Event,
+    on_event: Callable[..., None],
+) -> tuple[Manifest, bool]:
+    """Commit; return the manifest, and whether it is a new one.
+
+    ``halt``: set to give up, on any rank: SaveAbandoned on all of them.
+    """
+    for attempt in range(retries + 1):
+        try:
+            return commit(
+                snapshot,
+                facts,
+                folder=folder,
+                disk=disk,
+                ranks=ranks,
+                halt=halt,
+                on_event=on_event,
+            )
+        except OSError as error:
+            if attempt == retries:
+                raise _save_failed(error, facts.step, folder, newest) from error
+            on_event("retry", attempt=attempt + 1, step=facts.step, error=str(error))
+            if halt.wait(_BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]):
+                raise SaveAbandoned(f"the save of step {facts.step} was given up") from error
+    raise AssertionError("the loop above returns or raises")
+
+
+def _save_failed(error: OSError, step: int, folder: Path, newest: Manifest | None) -> SaveFailed:
+    hint = "Mend the disk, then run the same command to continue."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "Make room, then run the same command to continue."
+    name = f"step_{newest.step}" if newest is not None else "none"
+    return SaveFailed(
+        f"step {step} could not be saved in {folder}: {error};"
+        f" the newest checkpoint is {name}, and every older one is as it was",
+        hint=hint,
+    )

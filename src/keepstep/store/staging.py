@@ -1,0 +1,169 @@
+"""What an asynchronous save holds between the cut and the copy, and the proof that they are one.
+
+Guarantees:
+1. What is written is the state at the cut. What is small, or named as moving, is copied before
+   `save` returns; the rest is copied by the writer, while whoever changes it waits at the fence.
+2. A tensor that was written to all the same, by a step without a fence, is found: by its version
+   counter, and by samples of its bytes, since fused optimizers, `.data` and numpy do not move the
+   counter. The save then fails by that tensor's name.
+3. The memory of the copies is allocated once and used again: saving does not grow a process.
+
+Not found: a write that misses every sample and moves no counter, such as one row of an embedding
+changed through `.data`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.errors import SaveFailed
+from keepstep.store.shards import Part
+from keepstep.store.tensors import Snapshot, bytes_of, in_file_order
+
+_AT_ONCE_BYTES = 16 << 10
+"""What is at most so large is copied at the cut: to watch it would cost as much."""
+_SAMPLES = 32
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Arena:
+    """Host memory for the copies of one save at a time; it grows to the largest and stays."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def places(self, parts: dict[str, Part], names: list[str]) -> dict[str, torch.Tensor]:
+        """Return a tensor for the copy of each, in this order without a gap between them.
+
+        The order is that of the file, wide types first, so each is aligned to its own width.
+        """
+        sizes = [_bytes(parts[name].local) for name in names]
+        if sum(sizes) > self._memory.numel():
+            # The old one goes first: both would be twice the state.
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            pinned = any(parts[name].local.is_cuda for name in names)
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        found, start = {}, 0
+        for name, size in zip(names, sizes, strict=True):
+            local = parts[name].local
+            place = self._memory[start : start + size].view(local.dtype)
+            found[name] = place.view(local.shape)
+            start += size
+        return found
+
+
+class Cut:
+    """The state that a save is of: some of it copied already, the rest watched until it is."""
+
+    def __init__(
+        self, snapshot: Snapshot, arena: Arena, *, moving: Collection[str], everything: bool
+    ) -> None:
+        """Take the cut. ``moving``: names copied at once; ``everything``: all of them are."""
+        self._snapshot = snapshot
+        names = in_file_order(snapshot)
+        self._places = arena.places(snapshot.parts, names)
+        now: list[str] = []
+        self._watched: list[_Watched] = []
+        for name in names:
+            local = snapshot.parts[name].local
+            flat = _flat(local)
+            small = _bytes(local) <= _AT_ONCE_BYTES
+            if everything or small or flat is None or name in moving:
+                now.append(name)
+            else:
+                self._watched.append(_Watched.begin(name, local, flat))
+        if now:
+            sources = [snapshot.parts[name].local for name in now]
+            torch._foreach_copy_([self._places[name] for name in now], sources)
+        # On a GPU the update before the cut may still be running; the copy waits for it.
+        self._event = None
+        if any(item.source.is_cuda for item in self._watched):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def copy(self) -> Snapshot:
+        """Copy the rest and return the state in memory of its own; SaveFailed if it was changed.
+
+        Called by the writer, once.
+        """
+        if self._event is None:
+            self._copy_watched()
+        else:
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_event(self._event)
+            with torch.cuda.stream(stream):
+                self._copy_watched()
+            stream.synchronize()
+        changed = [item.name for item in self._watched if item.is_changed()]
+        self._watched = []
+        if changed:
+            raise SaveFailed(
+                f"{', '.join(changed[:3])}{' and others' * (len(changed) > 3)} changed while being"
+                " saved; nothing was written",
+                hint="Call store.fence() before whatever writes to the weights, as"
+                " store.fence_before(optimizer) does, or save with copy_now=True.",
+            )
+        parts = self._snapshot.parts
+        copied = {name: replace(parts[name], local=place) for name, place in self._places.items()}
+        return replace(self._snapshot, parts={**parts, **copied})
+
+    def _copy_watched(self) -> None:
+        for item in self._watched:
+            place = self._places[item.name]
+            if item.source.device.type == "cpu" and item.source.is_contiguous():
+                # Not torch's copy, whose threads would be taken from the training.
+                np.copyto(np.asarray(bytes_of(place)), np.asarray(bytes_of(item.source)))
+            else:
+                place.copy_(item.source, non_blocking=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watched:
+    """A tensor that is still to be copied, and what it was like at the cut."""
+
+    name: str
+    source: torch.Tensor
+    version: int
+    rows: torch.Tensor
+    sample: Any
+
+    @classmethod
+    def begin(cls, name: str, source: torch.Tensor, flat: torch.Tensor) -> "_Watched":
+        """Take the sample: the first and the last element of equal parts, up to both ends."""
+        integers = flat.view(_INTEGERS[source.element_size()])
+        step = integers.numel() // _SAMPLES
+        rows = integers[: step * _SAMPLES].view(_SAMPLES, step)[:, :: step - 1]
+        return cls(
+            name=name, source=source, version=_version(source), rows=rows, sample=_copy_of(rows)
+        )
+
+    def is_changed(self) -> bool:
+        """Tell whether something wrote to it since the cut."""
+        if _version(self.source) != self.version:
+            return True
+        now = _copy_of(self.rows)
+        if isinstance(now, np.ndarray):
+            return not np.array_equal(now, self.sample)
+        return not torch.equal(now, self.sample)
+
+
+def _copy_of(rows: torch.Tensor) -> Any:
+    return rows.numpy().copy() if rows.device.type == "cpu" else rows.clone()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode have no counter.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return all elements as they lie in memory; None where there are gaps between them."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((tensor.numel(),), (1,)) if extent == tensor.numel() else None
