@@ -29,7 +29,9 @@ def test_saves_that_return_at_once_change_no_bit_of_the_run(config, tmp_path):
     large = ("--model.hidden_size=256", "--checkpoint.keep_last_n=0", "--checkpoint.interval=1")
     for folder, mode in (("sync", "disabled"), ("async", "async")):
         run = f"--checkpoint.dir={tmp_path / folder}"
-        done = keepstep("train", config, run, f"--checkpoint.async_mode={mode}", *large)
+        words = ("train", config, run, f"--checkpoint.async_mode={mode}", *large)
+        # The writer is slower than a step: it would copy what the step left, were there no fence.
+        done = keepstep(*words, extra=injecting(at=0, hold_copy=0.3))
         assert done.returncode == 0, done.stdout
         assert steps(tmp_path / folder) == list(range(1, 11))
     one, other = tmp_path / "sync", tmp_path / "async"

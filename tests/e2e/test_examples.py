@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from keepstep.store import list_checkpoints, verify
 from tests.helpers.command import ROOT, environment, keepstep
 
@@ -66,3 +68,24 @@ def test_every_keepstep_command_in_the_documentation_is_one_that_parses():
             seen.add(name)
             done = keepstep(*name, "--help", cwd=ROOT)
         assert done.returncode == 0, f"{command}: {done.stdout}"
+
+
+@pytest.mark.parametrize("page", ["async", "single-files"])
+def test_the_program_of_a_page_runs_and_runs_again(tmp_path, page):
+    text = (ROOT / f"docs/how-to/{page}.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    found = sorted(path.name for path in (tmp_path / "runs").glob("*/*"))
+    expected = {
+        "async": ["latest", "lock", "pins.lock", "step_100", "step_80", "step_90"],
+        "single-files": ["best.pth", "latest.pth"],
+    }
+    assert found == expected[page]

@@ -69,7 +69,7 @@ def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
         save_after_skipped_end=run.config.checkpoint.save_after_skipped_end,
     )
     if save:
-        run.save(state, metrics=run.metrics, wait=True)
+        run.save(state, metrics=run.metrics)
     run.collect()
     final = run.outcome(outcome.ending, reason=outcome.reason)
     run.close(final)

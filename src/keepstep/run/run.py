@@ -148,10 +148,10 @@ class Run:
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
 
-    def save(self, state: TrainingState, *, metrics: dict[str, float], wait: bool = False) -> None:
+    def save(self, state: TrainingState, *, metrics: dict[str, float]) -> None:
         """Save the state as the checkpoint of its step; SaveFailed where that cannot be done.
 
-        It is committed when this returns, or later where saves are asynchronous, unless ``wait``.
+        It is committed when this returns, or, where saves are asynchronous, after `collect`.
         """
         self.collect()
         counters = state.counters
@@ -167,7 +167,7 @@ class Run:
         saved = self.store.save(
             captured,
             step=counters.step,
-            wait=wait or self.config.checkpoint.async_mode == "disabled",
+            wait=self.config.checkpoint.async_mode == "disabled",
             copy_now=state.moving(),
             updates=counters.updates,
             samples=counters.samples,

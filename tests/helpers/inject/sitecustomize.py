@@ -5,8 +5,9 @@ EIO, ENOSPC or log), `only` (a prefix of operations that count, such as a path's
 (fail at each operation from `at` on), `log` (a file that gets one line an operation), `armed_by`
 (a file: operations count only while it is there), `rank` (a rank's number as text: only it
 fails). `signal_at_import` ([module, signal]) sends the
-process a signal when it begins to import a module. The product is unmodified: only the
-announcement `Disk.operation`, which does nothing in production, is replaced.
+process a signal when it begins to import a module. `hold_copy` (seconds) is how long the writer
+of an asynchronous save waits before it copies. The product is unmodified: only the
+announcement `Disk.operation`, which does nothing in production, and that moment are replaced.
 """
 
 import errno
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 _SPEC = json.loads(os.environ.get("KEEPSTEP_TEST_INJECT", "{}"))
 _count = 0
@@ -45,6 +47,20 @@ def _operation(self, name, path):
         raise OSError(number, os.strerror(number), str(path))
 
 
+def _announce(module):
+    module.Disk.operation = _operation
+
+
+def _hold_copy(module):
+    copy = module.Cut.copy
+
+    def late(cut):
+        threading.Event().wait(_SPEC["hold_copy"])
+        return copy(cut)
+
+    module.Cut.copy = late
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Replaces the announcement as soon as the product imports its disk."""
 
@@ -52,7 +68,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name == _SPEC.get("signal_at_import", [None])[0]:
             number = signal.Signals[_SPEC.pop("signal_at_import")[1]]
             os.kill(os.getpid(), number)
-        if name != "keepstep.store.disk":
+        changes = {"keepstep.store.disk": _announce}
+        if "hold_copy" in _SPEC:
+            changes["keepstep.store.staging"] = _hold_copy
+        if name not in changes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         loader = spec.loader
@@ -60,7 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            module.Disk.operation = _operation
+            changes[name](module)
 
         loader.exec_module = exec_module
         return spec

@@ -1,0 +1,194 @@
+"""What saves cost: ratios within one run of this file, the sides taking turns.
+
+    .venv/bin/python benchmarks/saving.py [--gib 0.5] [--rounds 5] [--folder /tmp]
+
+1. The time of a training loop that saves every 10 steps, over that of one that does not: with
+   `save(wait=False)`, with DCP's `async_save`, and with `save`.
+2. How long the call blocks the loop, and how long the optimizer's step waits at the fence.
+3. A save that is durable when it returns, over `torch.save`, safetensors and DCP, each with fsync.
+
+The model is a chain of linear layers under AdamW; `--gib` is the size of weights and moments.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from keepstep.store import Store
+
+LAYERS, STEPS, EVERY = 16, 20, 10
+
+
+class Training:
+    """A model of a given size under AdamW; one step takes some tenths of a second a GiB."""
+
+    def __init__(self, gib: float) -> None:
+        width = int((gib * 2**30 / 12 / LAYERS) ** 0.5)
+        layers = [torch.nn.Linear(width, width) for _ in range(LAYERS)]
+        self.model = torch.nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randn(512, width)
+        self.fence: Callable[[], None] = lambda: None
+        self.waited: list[float] = []
+        self.step()
+
+    def step(self) -> None:
+        """Take one step."""
+        self.optimizer.zero_grad()
+        self.model(self.batch).square().mean().backward()
+        begun = time.perf_counter()
+        self.fence()
+        self.waited.append(time.perf_counter() - begun)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and moments as a flat table of tensors."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        table = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for parameter, entries in self.optimizer.state.items():
+            for key, value in entries.items():
+                table[f"optimizer.{names[id(parameter)]}.{key}"] = value
+        return table
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds that it takes."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def loop(training: Training, save: Callable[[int], None], end: Callable[[], None]) -> float:
+    """Return the seconds of a loop, the end of its last save included."""
+
+    def run() -> None:
+        for step in range(1, STEPS + 1):
+            training.step()
+            if step % EVERY == 0:
+                save(step)
+        end()
+
+    return timed(run)
+
+
+def loops(training: Training, folder: Path, rounds: int) -> None:
+    """Print what each way of saving costs the loop."""
+    ratios: dict[str, list[float]] = {}
+    calls: dict[str, list[float]] = {}
+    waited: list[float] = []
+    with Store(folder / "keepstep", keep_last_n=1) as store:
+        store.restore()
+        count = 0
+
+        def keepstep(wait: bool) -> Callable[[int], None]:
+            def save(_: int) -> None:
+                nonlocal count
+                count += 1
+                store.save(training.state(), step=count, wait=wait)
+
+            return save
+
+        futures: list[Any] = []
+
+        def dcp_async(step: int) -> None:
+            if futures:
+                futures.pop().result()
+            shutil.rmtree(folder / f"dcp-{step}", ignore_errors=True)
+            futures.append(dcp.async_save(training.state(), checkpoint_id=folder / f"dcp-{step}"))
+
+        sides = {
+            "keepstep, wait=False": (keepstep(False), store.collect),
+            "DCP async_save": (dcp_async, lambda: [f.result() for f in futures]),
+            "keepstep, wait=True": (keepstep(True), lambda: None),
+        }
+        for name, (save, end) in sides.items():
+            save(EVERY)
+            end()
+            ratios[name], calls[name] = [], []
+        for _ in range(rounds):
+            alone = loop(training, lambda _: None, lambda: None)
+            for name, (save, end) in sides.items():
+                training.fence, training.waited = store.fence, []
+                taken = calls[name]
+                seconds = loop(
+                    training, lambda n, s=save, t=taken: t.append(timed(lambda: s(n))), end
+                )
+                ratios[name].append(seconds / alone)
+                waited += training.waited if name == "keepstep, wait=False" else []
+        print(f"a loop of {STEPS} steps: {alone:.2f} s; a save every {EVERY}")
+    for name, found in ratios.items():
+        spread = f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+        blocked = 1000 * statistics.median(calls[name])
+        print(f"{name:22} loop {spread}   the call blocks {blocked:.1f} ms (max"
+              f" {1000 * max(calls[name]):.1f})")  # fmt: skip
+    print(f"steps at the fence: at most {1000 * max(waited):.1f} ms")
+
+
+def durable(training: Training, folder: Path, rounds: int) -> None:
+    """Print how long a durable save takes, over others' that are made durable."""
+    state = training.state()
+    ratios: dict[str, list[float]] = {}
+
+    def sync(path: Path) -> None:
+        for place in (
+            [path, *path.rglob("*"), path.parent] if path.is_dir() else [path, path.parent]
+        ):
+            descriptor = os.open(place, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def peer(name: str, write: Callable[[Path], None]) -> Callable[[], None]:
+        def save() -> None:
+            path = folder / name
+            write(path)
+            sync(path)
+
+        return save
+
+    peers = {
+        "torch.save + fsync": peer("a.pth", lambda path: torch.save(state, path)),
+        "safetensors + fsync": peer("a.safetensors", lambda path: save_file(state, path)),
+        "DCP + fsync": peer("dcp", lambda path: dcp.save(state, checkpoint_id=path)),
+    }
+    with Store(folder / "durable", keep_last_n=1) as store:
+        store.restore()
+        for number in range(1, rounds + 1):
+            ours = timed(lambda n=number: store.save(state, step=n))
+            for name, save in peers.items():
+                shutil.rmtree(folder / "dcp", ignore_errors=True)
+                for leftover in (folder / "a.pth", folder / "a.safetensors"):
+                    leftover.unlink(missing_ok=True)
+                ratios.setdefault(name, []).append(ours / timed(save))
+    for name, found in ratios.items():
+        spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+        print(f"durable and with digests, over {name:20} {spread}")
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None)
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="saving-", dir=given.folder))
+    try:
+        training = Training(given.gib)
+        loops(training, folder, given.rounds)
+        durable(training, folder, given.rounds)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
