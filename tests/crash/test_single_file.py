@@ -86,6 +86,11 @@ def save_as_before_or_not_at_all(path: Path, state, *, best: Path | None, disk: 
             assert f"{path} may hold the new state, which is whole" in str(failure)
             assert load_checkpoint(path)["step"] == state["step"]
             before[path.name] = after[path.name]
+            if best is not None:
+                # Put back, it would be older than the latest.
+                assert f"{best} may hold the new state, which is whole" in str(failure)
+                assert load_checkpoint(best)["step"] == state["step"]
+                before[best.name] = after[best.name]
         else:
             assert "every older file is as it was" in str(failure)
         assert after == before

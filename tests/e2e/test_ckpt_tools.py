@@ -321,7 +321,7 @@ def test_nothing_is_exported_of_what_is_damaged_or_into_the_checkpoints(run, tmp
 
 def test_a_kill_in_the_middle_of_an_export_leaves_no_name(run, tmp_path):
     out = tmp_path / "place/out.pth"
-    extra = injecting(at=3, action="kill", only=f"write {out.parent}")
+    extra = injecting(at=1, action="kill", only=f"write {out.parent}")
     done = keepstep("ckpt", "export", run, 10, out, "--format", "pth", extra=extra)
     assert done.returncode == -9, done.stdout
     assert not out.exists()

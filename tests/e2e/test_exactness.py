@@ -142,7 +142,7 @@ def test_the_dense_window_saves_its_milestones_and_keeps_them(config, tmp_path):
     assert [event["step"] for event in events(tmp_path, "saved")] == [0, 1, 2, 4, 6, 9, 10]
     assert steps(tmp_path) == [0, 1, 2, 4, 10]
     listed = keepstep("ckpt", "ls", tmp_path).stdout
-    assert listed.count("milestone") == 4
+    assert sum("milestone" in line for line in listed.splitlines()) == 4
 
 
 def test_a_run_killed_after_its_initial_weights_were_saved_continues_from_step_0(config, tmp_path):

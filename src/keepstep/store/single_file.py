@@ -220,19 +220,26 @@ class _Attempt:
 
     def undo(self, *, because: BaseException) -> None:
         """Put back what was replaced and remove what was made; what cannot be, the error says."""
+        words, stays_new = "may hold the new state, which is whole", False
         for target, held, existed in reversed(self._replaced):
+            if stays_new:
+                # The best of a latest that stays new: an older one would be behind it.
+                because.add_note(f"{target} {words}")
+                continue
             try:
                 if held is not None:
                     self._disk.rename(held, target)
                 elif existed is not None and existed == _identity_of(target):
                     continue
                 elif existed is not None:
-                    because.add_note(f"{target} may hold the new state, which is whole")
+                    stays_new = True
+                    because.add_note(f"{target} {words}")
                 elif _is_there(target):
                     self._disk.unlink(target)
                 self._disk.sync_folder(target.parent)
             except OSError as second:
-                because.add_note(f"{target} may hold the new state, which is whole: {second}")
+                stays_new = True
+                because.add_note(f"{target} {words}: {second}")
         for path in self._temporaries:
             self._disk.discard(path, because=because)
 
