@@ -31,7 +31,7 @@ def state_and_run():
         stop=SimpleNamespace(requested=False),
         save_requested=False,
         schedule=lambda _update: 1.0,
-        store=SimpleNamespace(fence=lambda: None),
+        store=SimpleNamespace(fence=lambda: None, is_busy=lambda: False),
     )
     return state, run
 

@@ -131,16 +131,16 @@ def test_a_write_without_the_fence_fails_the_save_by_name(tmp_path, held, write)
     assert_equal(load_state(tmp_path / "step_3"), cut)
 
 
-def test_a_row_at_either_end_is_watched(tmp_path, held):
-    for row in (0, -1):
-        weight = torch.zeros(ROWS, ROWS)
-        with Store(tmp_path / str(row)) as store:
-            store.restore()
-            store.save({"weight": weight}, step=1, wait=False)
-            weight.numpy()[row] += 1
-            held.set()
-            with pytest.raises(SaveFailed, match="weight"):
-                store.collect()
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_row_at_either_end_is_watched(tmp_path, held, row):
+    weight = torch.zeros(ROWS, ROWS)
+    with Store(tmp_path) as store:
+        store.restore()
+        store.save({"weight": weight}, step=1, wait=False)
+        weight.numpy()[row] += 1
+        held.set()
+        with pytest.raises(SaveFailed, match="weight"):
+            store.collect()
 
 
 def test_a_single_element_that_no_sample_holds_is_noticed_by_its_version(tmp_path, held):
