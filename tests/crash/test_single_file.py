@@ -21,30 +21,18 @@ from keepstep.store import (
 )
 from keepstep.store.archive import fault_of
 from keepstep.store.disk import Disk
+from tests.helpers.child import in_a_child
 from tests.helpers.command import environment
-from tests.helpers.recording_disk import FailingDisk
+from tests.helpers.recording_disk import DyingDisk, FailingDisk
 from tests.helpers.single_file import (
     assert_is_state,
     content_of,
-    in_a_child,
     same_file,
     state_of,
 )
 
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 6.0}
 LAST, BEST = 5, 4
-
-
-class DyingDisk(Disk):
-    """Kills its process before the n-th operation."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def operation(self, name: str, path: Path) -> None:
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StickyDisk(FailingDisk):

@@ -13,19 +13,8 @@ import torch
 from keepstep.errors import SaveFailed
 from keepstep.store import Store, list_checkpoints, load_state, verify
 from keepstep.store.disk import Disk
-from tests.helpers.recording_disk import FailingDisk
-
-
-class DyingDisk(Disk):
-    """Kills its process before the n-th operation."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def operation(self, name: str, path: Path) -> None:
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
+from tests.helpers.child import in_a_child
+from tests.helpers.recording_disk import DyingDisk, FailingDisk
 
 
 def state_of(step: int) -> dict[str, object]:
@@ -52,18 +41,6 @@ def save_twice(folder: Path, disk: Disk, acknowledged: Callable[[int], None]) ->
         for number in (10, 20):
             store.save(state_of(number), step=1)
             acknowledged(number)
-
-
-def in_a_child(work: Callable[[], None]) -> int:
-    """Run in a forked process; return its status as the parent sees it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(99)
-    return os.waitpid(child, 0)[1]
 
 
 def assert_sound(folder: Path, acknowledged: int) -> int:

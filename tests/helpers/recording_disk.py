@@ -1,6 +1,7 @@
-"""A real disk that writes down what it does, and one that fails at a given operation."""
+"""A real disk that writes down what it does, one that fails at an operation, one that dies."""
 
 import os
+import signal
 from pathlib import Path
 
 from keepstep.store.disk import Disk
@@ -26,3 +27,15 @@ class FailingDisk(Disk):
         self.count += 1
         if self.count == self.at:
             raise OSError(self.number, os.strerror(self.number), str(path))
+
+
+class DyingDisk(Disk):
+    """Kills its process before the n-th operation."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def operation(self, name: str, path: Path) -> None:
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)

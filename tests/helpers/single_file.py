@@ -1,8 +1,5 @@
 """States for single-file checkpoints, and the names and bytes of a folder that holds them."""
 
-import os
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +29,3 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 def same_file(one: Path, other: Path) -> bool:
     return one.stat().st_ino == other.stat().st_ino
-
-
-def in_a_child(work: Callable[[], None]) -> int:
-    """Run in a forked process; return its status as the parent sees it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(99)
-    return os.waitpid(child, 0)[1]

@@ -69,9 +69,9 @@ class Cut:
         self._watched: list[_Watched] = []
         for name in names:
             local = snapshot.parts[name].local
-            flat = _flat(local)
-            small = _bytes(local) <= _AT_ONCE_BYTES
-            if everything or small or flat is None or name in moving:
+            at_once = everything or _bytes(local) <= _AT_ONCE_BYTES or name in moving
+            flat = None if at_once else _flat(local)
+            if flat is None:
                 now.append(name)
             else:
                 self._watched.append(_Watched.begin(name, local, flat))

@@ -74,6 +74,9 @@ class Writer:
     def cut(self, snapshot: Snapshot, copy_now: bool | Collection[str]) -> Cut:
         """Take the cut of a save that is written later."""
         moving = () if isinstance(copy_now, bool) else copy_now
+        if isinstance(moving, str):
+            # One name: in a string, every part of it would be another.
+            moving = (moving,)
         return Cut(snapshot, self._arena, moving=moving, everything=copy_now is True)
 
     def save_later(self, cut: Cut, facts: Facts, *, started: float) -> None:
