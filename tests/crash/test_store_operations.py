@@ -168,7 +168,7 @@ def test_an_error_at_every_operation_is_an_error_or_survived_and_loses_nothing(t
 
 
 def test_a_save_is_tried_again_with_back_off_and_then_given_up(tmp_path, monkeypatch):
-    from keepstep.store import store as module
+    from keepstep.store import attempts as module
 
     monkeypatch.setattr(module, "_BACK_OFF_SECONDS", (0.0,))
 
