@@ -1,13 +1,18 @@
 """What the trainer costs over a plain PyTorch loop: ratios within one run of this file.
 
-    .venv/bin/python benchmarks/training.py [--pairs 5] [--steps 120]
+    .venv/bin/python benchmarks/training.py [--pairs 5] [--turns 20]
 
-1. Tokens a second of `keepstep train` against a plain loop on the same model, data and batch.
+1. Tokens a second of `keepstep train` against a plain loop on the same model, data and batch. Both
+   run at once and take turns of some fifty steps, of which one of ours holds a save.
 2. From process start to the first finished step, against importing torch and transformers and
    building the model: fresh, and resumed.
 3. A resume at step 100,000 against one at step 10.
 
 The machine's speed drifts, so the two sides take turns and each pair gives one ratio.
+
+    .venv/bin/python benchmarks/training.py --only throughput [--data.workers=0 ...]
+
+measures the first with other settings.
 """
 
 import argparse
@@ -24,20 +29,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs/language/debug.toml"
 KEEPSTEP = Path(sys.executable).with_name("keepstep")
-WARM_UP_STEPS = 20
+UNCOUNTED_STEPS, COUNTED_STEPS = 4, 50
+TURNS_HOOK = "--run.hooks=['benchmarks.training:Turns']"
 ADAMW = ("--optimizer.name=adamw", "--optimizer.rate=1e-3")
 NO_EVALUATION = ("--evaluation.interval=0", "--evaluation.at_end=false")
 
 PLAIN_LOOP = """
-import sys, time
+import sys
 import torch
+from benchmarks.training import Turns
 from transformers import AutoConfig, AutoModelForCausalLM
 from keepstep.tasks.registry import load_task_config
 from keepstep.tasks.language.task import data_folder
 from keepstep.tasks.language.tokens import open_tokens
 
 config = load_task_config(sys.argv[1], []).config
-steps, length, batch = int(sys.argv[2]), config.data.sequence_length, config.train.global_batch
+length, batch = config.data.sequence_length, config.train.global_batch
 tokens = open_tokens(data_folder(config.data))
 torch.manual_seed(1)
 model = AutoModelForCausalLM.from_config(
@@ -47,12 +54,12 @@ model = AutoModelForCausalLM.from_config(
     attn_implementation=config.model.attention,
 )
 model.train()
-if sys.argv[3] == "build":
+if sys.argv[2] == "build":
     sys.exit()
+turns = Turns()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 text = torch.from_numpy(tokens.parts["train"].astype("int64"))
-times = []
-for step in range(steps):
+while True:
     starts = torch.randint(0, len(text) - length - 1, (batch,)).tolist()
     samples = torch.stack([text[s : s + length + 1] for s in starts])
     logits = model(input_ids=samples[:, :-1], use_cache=False).logits
@@ -64,44 +71,109 @@ for step in range(steps):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     loss.item()
-    times.append(time.time())
-print(times[-1] - times[int(sys.argv[4])])
+    turns.step()
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120)
-    given = parser.parse_args()
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--only", choices=["throughput", "start"])
+    given, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        throughput(place, pairs=given.pairs, steps=given.steps)
-        start_up(place, pairs=given.pairs)
-        late_resume(place, pairs=given.pairs)
+        if given.only != "start":
+            throughput(place, turns=given.turns, flags=flags)
+        if given.only != "throughput":
+            start_up(place, pairs=given.pairs)
+            late_resume(place, pairs=given.pairs)
 
 
-def throughput(place: Path, *, pairs: int, steps: int) -> None:
-    ratios = []
-    for pair in range(pairs):
-        plain = float(python(PLAIN_LOOP, CONFIG, steps, "train", WARM_UP_STEPS))
-        run = place / f"throughput{pair}"
-        train(
-            run,
-            f"--train.max_steps={steps}",
-            *ADAMW,
-            *NO_EVALUATION,
-        )
-        ours = step_times(run)
-        ratios.append(plain / (ours[-1] - ours[WARM_UP_STEPS]))
+def throughput(place: Path, *, turns: int, flags: list[str]) -> None:
+    run = [f"--run.dir={place / 'throughput'}", "--train.max_steps=100000", TURNS_HOOK]
+    ours = Side([str(KEEPSTEP), "train", str(CONFIG), *run, *ADAMW, *NO_EVALUATION, *flags])
+    plain = Side([sys.executable, "-c", PLAIN_LOOP, str(CONFIG), "train"])
+    with ours, plain:
+        for side in (plain, ours):
+            side.turn()
+        # Each of ours stands between two of the other's, whose mean it is compared with.
+        seconds_of = [plain.turn()]
+        ratios = []
+        for _ in range(turns):
+            mine = ours.turn()
+            seconds_of.append(plain.turn())
+            ratios.append((seconds_of[-2] + seconds_of[-1]) / 2 / mine)
     report("tokens a second: keepstep / plain loop", ratios)
+    middle = statistics.mean(ratios)
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    print(f"    mean {middle:.3f}, standard error {error:.3f}", flush=True)
+
+
+class Side:
+    """One of two processes that take turns; each says how long its steps took."""
+
+    def __init__(self, command: list[str]) -> None:
+        go_read, self._go = os.pipe()
+        self._done, done_write = os.pipe()
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment(), "TURNS": f"{go_read},{done_write}"},
+            pass_fds=(go_read, done_write),
+            stdout=subprocess.DEVNULL,
+        )
+        os.close(go_read)
+        os.close(done_write)
+
+    def turn(self) -> float:
+        """Let it take its steps; return their seconds."""
+        os.write(self._go, b"1")
+        said = os.read(self._done, 100)
+        if not said:
+            raise SystemExit(f"{self._process.args} ended with code {self._process.wait()}")
+        return float(said)
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, *error: object) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Turns:
+    """In such a process: counts steps, and waits for the next turn after enough of them.
+
+    The first steps of a turn do not count: batches were loaded ahead while the other side ran.
+    """
+
+    def __init__(self) -> None:
+        self._go, self._done = map(int, os.environ["TURNS"].split(","))
+        self._step = 0
+
+    def step(self) -> None:
+        """Count a step; returns when the next may begin."""
+        if self._step == UNCOUNTED_STEPS:
+            self._started = time.perf_counter()
+        if self._step == UNCOUNTED_STEPS + COUNTED_STEPS:
+            os.write(self._done, str(time.perf_counter() - self._started).encode())
+            self._step = 0
+        if self._step == 0:
+            os.read(self._go, 1)
+        self._step += 1
+
+    def on_step_end(self, *_: object) -> None:
+        """Be a hook of the run: count its step."""
+        self.step()
 
 
 def start_up(place: Path, *, pairs: int) -> None:
     fresh, resumed = [], []
     for pair in range(pairs):
         run = place / f"start{pair}"
-        base = seconds(lambda: python(PLAIN_LOOP, CONFIG, 0, "build", 0))
+        base = seconds(lambda: python(PLAIN_LOOP, CONFIG, "build"))
         fresh.append(first_step_seconds(run, 1) - base)
         resumed.append(first_step_seconds(run, 2) - base)
     report("seconds to the first step over import and build, fresh", fresh)
