@@ -4,7 +4,12 @@ from pathlib import Path
 
 from tests.helpers.command import digests, events, injecting, keepstep, link, losses, steps
 
-SHORT = ("--checkpoint.interval=2", "--evaluation.interval=2", "--train.max_steps=6")
+SHORT = (
+    "--checkpoint.interval=2",
+    "--evaluation.interval=2",
+    "--train.max_steps=6",
+    "--data.workers=0",
+)
 
 
 def whole(run: Path) -> bool:
@@ -38,3 +43,12 @@ def operations_of_a_save(operations: list[str], step: int) -> range:
     last = next(n for n, line in enumerate(operations[first:], first) if "remove_folder" in line)
     # One more: the journal's line that tells of the save.
     return range(first + 1, last + 4)
+
+
+def leaves_more_when_killed(operation: str) -> bool:
+    """Tell whether a process that is killed before the operation leaves other files than after it.
+
+    A sync or a close changes nothing that a killed process leaves: the state is that before the
+    next operation.
+    """
+    return operation.split()[1] not in ("sync", "sync_folder", "close", "open_for_append")
