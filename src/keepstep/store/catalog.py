@@ -86,6 +86,11 @@ def is_hidden(path: Path) -> bool:
     return path.with_name(unfinished_name(path.name)).exists()
 
 
+def is_there(entry: Checkpoint) -> bool:
+    """Tell whether a checkpoint that was listed has not been deleted, wholly or in part, since."""
+    return entry.path.exists() and not is_hidden(entry.path)
+
+
 def pointed_at(path: Path) -> str | None:
     """Return the name that `latest` or `best` stands for, as a link or as a file that holds it.
 
