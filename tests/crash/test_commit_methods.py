@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep.errors import KeepstepError, SaveFailed
+from keepstep.errors import KeepstepError, SaveFailed, Unhealthy
 from keepstep.store import Store, list_checkpoints, load_state, verify
 from keepstep.store.catalog import pointed_at
 from keepstep.store.disk import Disk
+from keepstep.store.ranks import OneRank
 from tests.helpers.child import in_a_child
-from tests.helpers.recording_disk import PoorDisk, PoorDyingDisk, PoorFailingDisk
+from tests.helpers.recording_disk import (
+    PoorDisk,
+    PoorDyingDisk,
+    PoorFailingDisk,
+    PoorRecordingDisk,
+)
 
 LAST = 4
 
@@ -121,6 +127,46 @@ def test_a_death_at_every_operation_of_a_way_back_keeps_every_byte(tmp_path, liv
         assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
         shutil.rmtree(folder)
     assert number > 15
+
+
+class LosesItsPeer(OneRank):
+    """Two ranks, of which the second is lost when the commit is durable, before it is told."""
+
+    size = 2
+
+    def gather(self, value, *, what):
+        if what == "save: commit":
+            raise Unhealthy("rank 1 is lost")
+        if what == "save: write":
+            nothing = {**value["result"], "file": None, "tensors": []}
+            return [value, {**value, "result": nothing}]
+        return [value, value]
+
+
+def test_what_is_durable_stays_where_a_peer_is_lost_before_it_is_told(tmp_path):
+    with Store(tmp_path, disk=PoorDisk(), ranks=LosesItsPeer()) as store:
+        with pytest.raises(Unhealthy):
+            store.save(state_of(1), step=1)
+    (entry,) = list_checkpoints(tmp_path)
+    assert verify(entry) == []
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_failed_sync_of_the_parent_hides_it_again_and_begins_with_new_files(tmp_path, attempts):
+    class Failing(PoorRecordingDisk):
+        left = attempts
+
+        def sync_folder(self, path: Path) -> None:
+            super().sync_folder(path)
+            if self.left and self.log[-2] == ("unlink", ".unfinished-step_1"):
+                self.left -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    disk = Failing()
+    with Store(tmp_path, disk=disk, save_retries=2) as store:
+        assert store.save(state_of(1), step=1).new
+    assert disk.log.count(("create", "rank-00000.safetensors")) == attempts + 1
+    assert_sound(tmp_path, 1)
 
 
 def test_another_state_under_a_name_that_is_taken_is_refused_and_the_same_is_nothing_new(lived):
