@@ -144,9 +144,9 @@ class LosesItsPeer(OneRank):
 
 
 def test_what_is_durable_stays_where_a_peer_is_lost_before_it_is_told(tmp_path):
-    with Store(tmp_path, disk=PoorDisk(), ranks=LosesItsPeer()) as store:
-        with pytest.raises(Unhealthy):
-            store.save(state_of(1), step=1)
+    store = Store(tmp_path, disk=PoorDisk(), ranks=LosesItsPeer())
+    with pytest.raises(Unhealthy), store:
+        store.save(state_of(1), step=1)
     (entry,) = list_checkpoints(tmp_path)
     assert verify(entry) == []
 

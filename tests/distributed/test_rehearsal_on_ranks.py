@@ -31,4 +31,4 @@ def test_a_rehearsal_is_one_answer_on_all_ranks(tmp_path, where, heard):
     for code, text in run_code(2, CODE, tmp_path, where):
         assert code == 0, text
         assert heard in text
-    assert not [path for path in tmp_path.rglob(".*")]
+    assert not list(tmp_path.rglob(".*"))
