@@ -169,6 +169,29 @@ def test_a_failed_sync_of_the_parent_hides_it_again_and_begins_with_new_files(tm
     assert_sound(tmp_path, 1)
 
 
+@pytest.mark.parametrize("kind", [Disk, PoorDisk])
+def test_what_an_older_delete_left_hides_no_new_checkpoint(tmp_path, kind):
+    """A sweep that fails stops nothing; what it could not remove is in the way of its step only."""
+
+    class Stuck(kind):
+        def remove_folder(self, path: Path) -> None:
+            if path.name == "step_1" and not self.mended:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            super().remove_folder(path)
+
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / ".unfinished-step_1").touch()
+    disk = Stuck()
+    disk.mended = False
+    with Store(tmp_path, disk=disk, save_retries=0) as store:
+        assert store.restore() is None
+        with pytest.raises(SaveFailed, match="Input/output error"):
+            store.save(state_of(1), step=1)
+        disk.mended = True
+        store.save(state_of(1), step=1)
+    assert_sound(tmp_path, 1)
+
+
 def test_another_state_under_a_name_that_is_taken_is_refused_and_the_same_is_nothing_new(lived):
     with Store(lived, disk=PoorDisk(), best_metric="loss") as store:
         store.restore()

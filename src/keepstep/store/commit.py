@@ -97,14 +97,13 @@ def commit(
 def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
     """Make the folder that is written into; return its name."""
     final = folder / step_name(facts.step)
-    hidden = is_hidden(final)
-    if disk.methods.commit == "rename" or (_is_there(final) and not hidden):
+    if is_hidden(final):
+        # What could not be tidied up before; it would hide this one too.
+        remove(final, disk=disk)
+    if disk.methods.commit == "rename" or _is_there(final):
         staging = folder / staging_name(facts.step)
         disk.make_folder(staging)
         return staging.name
-    if _is_there(final):
-        # What an attempt left that could not tidy up behind itself.
-        disk.remove_tree(final)
     _hide_in_place(final, disk)
     disk.make_folder(final)
     return final.name
@@ -296,7 +295,7 @@ def _free_aside(path: Path, disk: Disk) -> Path:
     aside = path.parent / ASIDE_NAME
     disk.make_folders(aside)
     target, number = aside / path.name, 1
-    while _is_there(target):
+    while _is_there(target) or is_hidden(target):
         number += 1
         target = aside / f"{path.name}.{number}"
     return target

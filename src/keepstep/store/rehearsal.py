@@ -57,8 +57,9 @@ class Room:
         """Raise CannotSave where fewer than `count` fit."""
         if self.fits < count:
             raise CannotSave(
-                f"{self.folder} has {self.free_bytes:,} bytes free, and {count} more checkpoints of"
-                f" about {self.checkpoint_bytes:,} bytes need {count * self.checkpoint_bytes:,}",
+                f"{self.folder} has {self.free_bytes:,} bytes free; its checkpoints, {count} more"
+                f" of about {self.checkpoint_bytes:,} bytes, need"
+                f" {count * self.checkpoint_bytes:,}",
                 hint="Make room, keep fewer checkpoints (keep_last_n), or choose another folder.",
             )
 
