@@ -193,7 +193,7 @@ class Run:
             text += " (quotas cannot be looked at here)"
         if self.config.checkpoint.keep_last_n == 0:
             text += "; keep_last_n = 0 keeps all"
-        self.notice("rehearsal", text)
+        self.notice("rehearse", text)
         if room.fits < room.wanted:
             wanted = f"{room.wanted:,} more are to be kept, and only {room.fits:,} fit: make room"
             self.notice("store", f"{room.folder}: {wanted}")

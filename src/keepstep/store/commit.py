@@ -32,6 +32,7 @@ from keepstep.store.layout import (
     MANIFEST_NAME,
     MOVING_NAME,
     data_name,
+    is_leftover,
     staging_name,
     step_name,
     step_of,
@@ -281,8 +282,9 @@ def _move_files(path: Path, disk: Disk) -> Path:
         target = _free_aside(path, disk)
         disk.replace_file(note, target.name.encode())
     disk.make_folders(target)
-    for name in sorted(inner.name for inner in path.iterdir() if inner != note):
-        disk.rename(path / name, target / name)
+    for inner in sorted(path.iterdir()):
+        if inner != note and not is_leftover(inner.name):
+            disk.rename(inner, target / inner.name)
     disk.sync_folder(target)
     # With the note in it: without, it would be an empty folder of whose files nobody knows.
     _hide_in_place(path, disk)

@@ -30,12 +30,12 @@ def probe(
     folder: Path,
     disk: Disk,
     wanted: Literal["auto"] | CommitMethod = "auto",
-    on_event: Callable[..., None] | None = None,
+    on_event: Callable[..., None] = lambda _event, **_facts: None,
 ) -> None:
     """Have `disk` use the methods that work in `folder`; CannotSave where none is safe there.
 
     ``wanted``: the method of the commit, or auto for the best that works. ``on_event`` hears
-    `methods` where they are not the usual ones.
+    `methods` where they are not the usual ones, and `housekeeping_failed`.
     """
     place = folder / probe_name()
     disk.make_folder(place)
@@ -44,8 +44,12 @@ def probe(
     except (OSError, CannotSave) as error:
         disk.discard(place, because=error)
         raise
-    disk.remove_tree(place)
-    if disk.methods != Methods() and on_event is not None:
+    try:
+        disk.remove_tree(place)
+    except OSError as error:
+        # A leftover harms nobody; the next session sweeps it away.
+        on_event("housekeeping_failed", error=str(error))
+    if disk.methods != Methods():
         on_event("methods", methods=str(disk.methods))
 
 

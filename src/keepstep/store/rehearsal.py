@@ -45,7 +45,7 @@ class Room:
     checkpoint_bytes: int
     free_bytes: int
     wanted: int
-    reserved: bool
+    reserved: bool = True
     """Whether the room of one could be reserved; else quotas are not looked at."""
 
     @property
@@ -81,28 +81,24 @@ def rehearse(
     taken: list[tuple[Facts, Snapshot]] = []
     together(ranks, "rehearsal: state", lambda: taken.append(take()))
     facts, snapshot = taken[0]
-    begun = facts.parent is None
-    scratch = folder / first(ranks, "rehearsal: begin", lambda: _begin(folder, disk))
     try:
-        if begun:
-            _save_read_delete(snapshot, replace(facts, step=0), scratch, disk=disk, ranks=ranks)
-        size = _size_of(snapshot, ranks) + bytes_to_come
-        standing = first(ranks, "rehearsal: standing", lambda: len(checkpoints_in(folder)))
-        free = first(ranks, "rehearsal: room", lambda: _free_bytes(folder))
-        wanted = max(1, keep_last_n + 1 - standing) if keep_last_n else 1
-        room = Room(
-            folder=folder, checkpoint_bytes=size, free_bytes=free, wanted=wanted, reserved=True
-        )
-        room.require(wanted if begun else 1)
-        share = -(-size // ranks.size)
-        path = scratch / f"rank-{ranks.rank}"
-        reserved = together(ranks, "rehearsal: reserve", lambda: _reserve(path, share, disk))
-        first(ranks, "rehearsal: end", lambda: disk.remove_tree(scratch))
-    except Exception as error:
-        if ranks.rank == 0:
-            disk.discard(scratch, because=error)
-        if not isinstance(error, OSError):
+        scratch = folder / first(ranks, "rehearsal: begin", lambda: _begin(folder, disk))
+        try:
+            if facts.parent is None:
+                _save_read_delete(snapshot, replace(facts, step=0), scratch, disk=disk, ranks=ranks)
+            size = _size_of(snapshot, ranks) + bytes_to_come
+            found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n))
+            room = Room(folder=folder, checkpoint_bytes=size, **found)
+            room.require(room.wanted if facts.parent is None else 1)
+            share = -(-size // ranks.size)
+            path = scratch / f"rank-{ranks.rank}"
+            reserved = together(ranks, "rehearsal: reserve", lambda: _reserve(path, share, disk))
+            first(ranks, "rehearsal: end", lambda: disk.remove_tree(scratch))
+        except BaseException as error:
+            if ranks.rank == 0:
+                disk.discard(scratch, because=error)
             raise
+    except OSError as error:
         raise CannotSave(
             f"no checkpoint can be saved in {folder}: {error}",
             hint="No step was taken. Mend that, then run the same command.",
@@ -169,10 +165,13 @@ def _size_of(snapshot: "Snapshot", ranks: Ranks) -> int:
     return tensors + len(json.dumps(snapshot.plain)) + _FILE_BYTES * (ranks.size + 1)
 
 
-def _free_bytes(folder: Path) -> int:
-    facts = os.statvfs(folder)
+def _look(folder: Path, keep_last_n: int) -> dict[str, Any]:
+    """Return what is free, and how many more are to be kept, with the one that is being saved."""
+    facts, standing = os.statvfs(folder), len(checkpoints_in(folder))
     # Some have no size of their own, such as a tmpfs without a limit.
-    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+    free = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+    wanted = max(1, keep_last_n + 1 - standing) if keep_last_n else 1
+    return {"free_bytes": free, "wanted": wanted}
 
 
 def _reserve(path: Path, count: int, disk: Disk) -> bool:
