@@ -158,7 +158,8 @@ def test_a_leftover_that_cannot_be_removed_stops_nothing(tmp_path):
     told = []
     with Store(tmp_path, disk=Stuck(), on_event=lambda e, **f: told.append((e, f))) as store:
         assert store.restore().manifest.step == 1
-    assert [event for event, _ in told] == ["housekeeping_failed"]
+    # The old leftover, and the folder in which this session tried what the file system can.
+    assert [event for event, _ in told] == ["housekeeping_failed"] * 2
 
 
 def test_a_store_survives_a_change_of_the_working_folder(tmp_path, monkeypatch):
