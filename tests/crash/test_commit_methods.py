@@ -129,6 +129,14 @@ def test_a_death_at_every_operation_of_a_way_back_keeps_every_byte(tmp_path, liv
     assert number > 15
 
 
+@pytest.mark.parametrize("kind", [Disk, PoorDisk])
+def test_a_file_called_latest_that_is_not_ours_stays(tmp_path, kind):
+    (tmp_path / "latest").write_text("step_1 was the last good one\n")
+    with Store(tmp_path, disk=kind()) as store:
+        store.save(state_of(1), step=1)
+    assert (tmp_path / "latest").read_text() == "step_1 was the last good one\n"
+
+
 class LosesItsPeer(OneRank):
     """Two ranks, of which the second is lost when the commit is durable, before it is told."""
 
