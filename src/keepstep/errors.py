@@ -12,6 +12,7 @@
     ├── Unhealthy            7   a collective failed or a peer is gone
     ├── SaveFailed           1   a save gave up; every older checkpoint is as it was
     │   └── SaveAbandoned    1   it was told to, because the time for it was over
+    ├── CannotSave           1   no checkpoint could be made here; told before a step is taken
     └── UnsafeState          1   the state holds something that no checkpoint may hold
 
 Errors are for the world; our own mistakes are assertions.
@@ -93,6 +94,10 @@ class SaveFailed(KeepstepError):
 
 class SaveAbandoned(SaveFailed):
     """A save was given up because the time for it was over; every older checkpoint is as it was."""
+
+
+class CannotSave(KeepstepError):
+    """No checkpoint could be made in a folder; found before a step is taken, nothing is changed."""
 
 
 class UnsafeState(KeepstepError):

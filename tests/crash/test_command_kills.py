@@ -5,6 +5,7 @@ touched: every tensor, every logged loss, the best.
 """
 
 import random
+import re
 import shutil
 import signal
 import threading
@@ -138,6 +139,8 @@ def test_a_kill_at_every_operation_of_a_resume_that_sets_aside_loses_nothing(
         number
         for number, line in enumerate(operations[: first_save + 1], 1)
         if leaves_more_when_killed(line)
+        # Of a probe and a rehearsal, tests of the store kill each operation.
+        and not re.search(r"/\.(probe|rehearsal)-", line)
     ]
     assert len(numbers) >= 8, operations
     for number in numbers[part::2]:

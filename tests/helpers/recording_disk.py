@@ -1,5 +1,6 @@
 """A real disk that writes down what it does, one that fails at an operation, one that dies."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -39,3 +40,27 @@ class DyingDisk(Disk):
         self.count += 1
         if self.count == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class PoorDisk(Disk):
+    """Refuses what many FUSE mounts do not have: the rename of a folder, and symbolic links."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        if old.is_dir() and not old.is_symlink():
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(new))
+        super().rename(old, new)
+
+    def symlink(self, target: str, path: Path) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+
+
+class PoorRecordingDisk(PoorDisk, RecordingDisk):
+    """Writes down what a poor disk does."""
+
+
+class PoorFailingDisk(PoorDisk, FailingDisk):
+    """A poor disk that fails at the n-th operation."""
+
+
+class PoorDyingDisk(PoorDisk, DyingDisk):
+    """A poor disk that kills its process before the n-th operation."""

@@ -23,6 +23,7 @@ from keepstep.cli.parse import dispatch
 from keepstep.config.quantities import bytes_text
 from keepstep.errors import CheckpointDamaged
 from keepstep.store import Checkpoint, verify
+from keepstep.store.catalog import is_there
 from keepstep.store.prune import kept_because
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
 
@@ -127,7 +128,7 @@ def verify_all(
     entries = [find_checkpoint(place, checkpoint)] if checkpoint else found_checkpoints(place)
     looked_at = [(entry, verify(entry)) for entry in entries]
     # A live run may delete an old checkpoint while it is read: that is not damage.
-    results = [(entry, faults) for entry, faults in looked_at if entry.path.exists()]
+    results = [(entry, faults) for entry, faults in looked_at if is_there(entry)]
     damaged = any(faults for _, faults in results)
     if json:
         print_json(

@@ -156,6 +156,9 @@ class CheckpointConfig:
     """async: a save returns at once and is written while training goes on; costs host memory."""
     save_retries: int = 2
     """Further attempts, with back-off, when a save fails; then the run stops."""
+    commit_method: Literal["auto", "rename", "manifest-last"] = "auto"
+    """How a save becomes visible: auto renames its folder, and where the file system cannot, keeps
+    it hidden until its manifest is there. manifest-last: say it where a rename is a copy."""
     save_after_skipped_end: bool = False
     """Save at the last step even where its update was skipped as not finite."""
     on_resume: StepOrWord = "newest"

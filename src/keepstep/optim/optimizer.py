@@ -69,6 +69,21 @@ class Optimizer:
             for name, part in self._parts.items()
         }
 
+    def bytes_to_come(self) -> int:
+        """Return the size of the moments that the first update makes; a fresh optimizer has none.
+
+        AdamW keeps two of each parameter, SGD and Muon one where there is momentum.
+        """
+        return sum(
+            (2 if isinstance(part, torch.optim.AdamW) else int(group["momentum"] != 0))
+            * parameter.numel()
+            * parameter.element_size()
+            for part in self._parts.values()
+            for group in part.param_groups
+            for parameter in group["params"]
+            if not part.state.get(parameter)
+        )
+
     def parameter_of(self, path: str) -> torch.Tensor | None:
         """Return the parameter whose state stands at `path` in a checkpoint, if there is one."""
         if self._paths is None:

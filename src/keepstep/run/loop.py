@@ -91,9 +91,11 @@ def _finish_what_is_owed(task: "Task", state: TrainingState, run: Run) -> Outcom
         if metrics is None:
             return run.outcome(Ending.STOPPED, reason=run.stop.reason)
         run.store.mark_best(metrics, step=counters.step)
-        return run.outcome(Ending.FINISHED) if counters.step >= max_steps else None
-    if counters.step >= max_steps:
+        if counters.step >= max_steps:
+            return run.outcome(Ending.FINISHED)
+    elif counters.step >= max_steps:
         return run.outcome(Ending.NOTHING_TO_DO, reason=f"step {counters.step} of {max_steps}")
+    run.rehearse(state)
     if counters.step == 0 and run.saved_step is None:
         counters.save_owed = save_due(0, run.config.checkpoint).value
         if counters.save_owed != SaveDue.NO:

@@ -51,6 +51,7 @@ from keepstep.store.ranks import first
 from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
+    "methods": "this file system cannot do all that a commit uses; chosen: {methods}",
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
@@ -111,6 +112,7 @@ class Run:
             best_metric=self.config.evaluation.metric,
             best_mode=self.config.evaluation.mode,
             save_retries=config.save_retries,
+            commit_method=config.commit_method,
             disk=self.disk,
             on_event=self._on_store_event,
         )
@@ -160,12 +162,8 @@ class Run:
         self.group.health.phase = f"the save of step {counters.step}"
         self.save_requested = False
         self.journal.sync()
-        hooks = first(
-            self.group.ranks, "hooks", lambda: encode(self.hooks.state(), path="state.hooks")
-        )
-        captured = {**state.capture(), "hooks": decode(hooks)}
         saved = self.store.save(
-            captured,
+            self._captured(state),
             step=counters.step,
             wait=self.config.checkpoint.async_mode == "disabled",
             copy_now=state.moving(),
@@ -179,6 +177,33 @@ class Run:
         )
         self.saved_step = counters.step
         self._tell_of(saved)
+
+    def rehearse(self, state: TrainingState) -> None:
+        """Rehearse a save before the first step of a session; CannotSave says what is wrong."""
+        self.group.health.phase = "the rehearsal of a save"
+        room = self.store.rehearse(
+            self._captured(state),
+            bytes_to_come=state.optimizer.bytes_to_come(),
+            must_match=self.identity,
+            environment=self.environment,
+        )
+        text = f"commit by {self.disk.methods} · room for {room.fits:,} more checkpoints of"
+        text += f" {bytes_text(room.checkpoint_bytes)}"
+        if not room.reserved:
+            text += " (quotas cannot be looked at here)"
+        if self.config.checkpoint.keep_last_n == 0:
+            text += "; keep_last_n = 0 keeps all"
+        self.notice("rehearse", text)
+        if room.fits < room.wanted:
+            wanted = f"{room.wanted:,} more are to be kept, and only {room.fits:,} fit: make room"
+            self.notice("store", f"{room.folder}: {wanted}")
+
+    def _captured(self, state: TrainingState) -> dict[str, Any]:
+        """Return what is saved: the state, and that of the hooks of the first rank."""
+        hooks = first(
+            self.group.ranks, "hooks", lambda: encode(self.hooks.state(), path="state.hooks")
+        )
+        return {**state.capture(), "hooks": decode(hooks)}
 
     def collect(self) -> None:
         """Wait for the save in flight, if there is one, and tell of it; raise its error."""

@@ -4,8 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.errors import CheckpointDamaged
-from keepstep.store.layout import ASIDE_NAME, CHECKPOINTS_NAME, step_of
+from keepstep.store.layout import (
+    ASIDE_NAME,
+    CHECKPOINTS_NAME,
+    step_name,
+    step_of,
+    unfinished_name,
+)
 from keepstep.store.manifest import Manifest, read_manifest
+
+_POINTER_BYTES_MAX = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +58,50 @@ def checkpoints_in(place: Path, *, aside: bool = False) -> list[Checkpoint]:
 
 
 def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
-    """Return what stands in one checkpoint's folder."""
+    """Return what stands in one checkpoint's folder; its step is -1 where it is no checkpoint."""
     # What was set aside may carry a suffix, where its name was taken.
     step = step_of(path.name.partition(".")[0] if aside else path.name)
     if step is None:
         return Checkpoint(path=path, step=-1, manifest=None, fault="not a checkpoint's name")
+    if is_hidden(path):
+        fault = "a save or a delete of it is in progress, or was cut short"
+        return Checkpoint(path=path, step=-1, manifest=None, fault=fault)
     try:
         manifest, fault = read_manifest(path), ""
     except (CheckpointDamaged, OSError) as error:
         manifest, fault = None, str(error)
     return Checkpoint(path=path, step=step, manifest=manifest, fault=fault, aside=aside)
+
+
+def sequence_of(folder: Path, step: int) -> int:
+    """Return the number of the checkpoint of a step; CheckpointDamaged where it is not whole."""
+    entry = look_at(folder / step_name(step))
+    if entry.manifest is None:
+        raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
+    return entry.manifest.sequence
+
+
+def is_hidden(path: Path) -> bool:
+    """Tell whether a file beside it makes a folder invisible, whole or not."""
+    return path.with_name(unfinished_name(path.name)).exists()
+
+
+def is_there(entry: Checkpoint) -> bool:
+    """Tell whether a checkpoint that was listed has not been deleted, wholly or in part, since."""
+    return entry.path.exists() and not is_hidden(entry.path)
+
+
+def pointed_at(path: Path) -> str | None:
+    """Return the name that `latest` or `best` stands for, as a link or as a file that holds it.
+
+    None where nothing of that name is there, or nothing of ours.
+    """
+    if path.is_symlink():
+        return path.readlink().name
+    if not path.is_file() or path.stat().st_size > _POINTER_BYTES_MAX:
+        return None
+    name = path.read_bytes().decode(errors="replace").rstrip("\n")
+    return name if step_of(name) is not None else None
 
 
 def _in_folder(place: Path, *, aside: bool) -> list[Checkpoint]:

@@ -5,6 +5,12 @@
     rename the staging folder to step_N; sync the parent      <- the commit
     links; retention: rename to trash, sync, remove
 
+Where folders cannot be renamed (`manifest-last`), a file beside the folder hides it:
+
+    write .unfinished-step_N, sync the parent; make step_N; the data files, then manifest.json
+    remove .unfinished-step_N; sync the parent                <- the commit
+    retention: write .unfinished-step_N, sync the parent; remove step_N, then what hid it
+
 Each line stands on the one before. Without a file's sync its bytes, without a folder's sync its
 names may be missing after a power cut although a later rename survived.
 """
@@ -17,17 +23,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import KeepstepError, SaveAbandoned
-from keepstep.store.catalog import look_at
+from keepstep.store.catalog import is_hidden, look_at, pointed_at
 from keepstep.store.disk import Disk
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_NAME,
     LATEST_NAME,
     MANIFEST_NAME,
+    MOVING_NAME,
     data_name,
+    is_leftover,
     staging_name,
     step_name,
+    step_of,
     trash_name,
+    unfinished_name,
 )
 from keepstep.store.manifest import (
     Best,
@@ -76,7 +86,7 @@ def commit(
         told = first(ranks, "save: commit", make_visible)
     except BaseException as error:
         if ranks.rank == 0:
-            disk.discard(staging, because=error)
+            _abandon(staging, disk, because=error)
         raise
     if told["aside"]:
         on_event("set_aside", name=step_name(facts.step), new_name=told["aside"])
@@ -86,9 +96,52 @@ def commit(
 
 
 def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
-    staging = folder / staging_name(facts.step)
-    disk.make_folder(staging)
-    return staging.name
+    """Make the folder that is written into; return its name."""
+    final = folder / step_name(facts.step)
+    if is_hidden(final):
+        # What could not be tidied up before; it would hide this one too.
+        remove(final, disk=disk)
+    if disk.methods.commit == "rename" or _is_there(final):
+        staging = folder / staging_name(facts.step)
+        disk.make_folder(staging)
+        return staging.name
+    _hide_in_place(final, disk)
+    disk.make_folder(final)
+    return final.name
+
+
+def _abandon(staging: Path, disk: Disk, *, because: BaseException) -> None:
+    """Remove what a failed attempt left; what cannot be removed is hidden, or a leftover by name.
+
+    What is committed stays: another rank may have been lost when all was durable.
+    """
+    if step_of(staging.name) is None:
+        disk.discard(staging, because=because)
+    elif is_hidden(staging):
+        disk.discard(staging, because=because)
+        if not _is_there(staging):
+            disk.discard(_hiding_file(staging), because=because)
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _hiding_file(path: Path) -> Path:
+    return path.with_name(unfinished_name(path.name))
+
+
+def _hide_in_place(path: Path, disk: Disk) -> None:
+    """Make a folder invisible under its own name, durably, whatever is in it or comes into it."""
+    if not is_hidden(path):
+        disk.write_new_file(_hiding_file(path), [])
+    disk.sync_folder(path.parent)
+
+
+def _show(path: Path, disk: Disk) -> None:
+    """Make a folder that was hidden in its place visible, durably, or leave it hidden."""
+    disk.unlink(_hiding_file(path))
+    _sync_or(lambda: _hide_in_place(path, disk), path.parent, disk)
 
 
 def _require_alike(written: list[dict[str, Any]]) -> None:
@@ -115,6 +168,7 @@ def _make_visible(
         "best": None if facts.best is None else asdict(facts.best),
         "new": True,
         "aside": "",
+        "method": str(disk.methods),
     }
     manifest = _manifest(
         facts,
@@ -132,7 +186,9 @@ def _make_visible(
         best = None if standing.best is None else asdict(standing.best)
         there = {"time": standing.time, "sequence": standing.sequence, "best": best}
         return standing, {**told, **there, "new": False}
-    if final.is_symlink() or final.exists():
+    if staging == final:
+        _show(final, disk)
+    elif _is_there(final):
         told["aside"] = _replace(staging, final, disk)
     else:
         disk.rename(staging, final)
@@ -146,6 +202,12 @@ def _replace(staging: Path, final: Path, disk: Disk) -> str:
     The new one goes to `aside/` first and is swapped from there: at no instant does the old one
     have a name under which it could be swept away. Returns the old one's name there.
     """
+    if disk.methods.commit == "manifest-last":
+        raise KeepstepError(
+            f"{final} holds another state, and this file system cannot swap two folders;"
+            " nothing was changed",
+            hint="Save under another step, or move that folder away.",
+        )
     place = _free_aside(final, disk)
     disk.rename(staging, place)
     try:
@@ -178,23 +240,56 @@ def _sync_or(take_back: Callable[[], None], folder: Path, disk: Disk) -> None:
 
 
 def point_links(folder: Path, *, latest: int | None, best: int | None, disk: Disk) -> None:
-    """Point `latest` and `best` at their checkpoints; one that is not there gets no link."""
+    """Point `latest` and `best` at their checkpoints; one that is not there gets no pointer."""
     for name, step in ((LATEST_NAME, latest), (BEST_NAME, best)):
-        link = folder / name
+        pointer = folder / name
+        target = pointed_at(pointer)
+        if target is None and _is_there(pointer):
+            # Not ours.
+            continue
         if step is not None and (folder / step_name(step)).is_dir():
-            if link.is_symlink() or not link.exists():
-                disk.point_link(link, step_name(step))
-        else:
-            disk.remove_link(link)
+            if disk.methods.pointers == "links":
+                disk.point_link(pointer, step_name(step))
+            elif target != step_name(step):
+                disk.replace_file(pointer, f"{step_name(step)}\n".encode())
+        elif target is not None:
+            disk.unlink(pointer)
+            disk.sync_folder(folder)
 
 
 def set_aside(path: Path, *, disk: Disk) -> str:
     """Move a checkpoint to `aside/`, durably; return its new name there."""
-    target = _free_aside(path, disk)
-    disk.rename(path, target)
+    if disk.methods.commit == "rename" or path.is_symlink() or not path.is_dir():
+        target = _free_aside(path, disk)
+        disk.rename(path, target)
+    else:
+        target = _move_files(path, disk)
     disk.sync_folder(target.parent)
     disk.sync_folder(path.parent)
     return f"{ASIDE_NAME}/{target.name}"
+
+
+def _move_files(path: Path, disk: Disk) -> Path:
+    """Move a checkpoint to `aside/` file by file; one that was cut short goes on where it was.
+
+    Meanwhile it is a damaged one to whoever looks, and the next session sets it aside again: a
+    note in it says where to. Nothing in it has a name under which it could be swept away.
+    """
+    note = path / MOVING_NAME
+    if note.is_file():
+        target = path.parent / ASIDE_NAME / note.read_text()
+    else:
+        target = _free_aside(path, disk)
+        disk.replace_file(note, target.name.encode())
+    disk.make_folders(target)
+    for inner in sorted(path.iterdir()):
+        if inner != note and not is_leftover(inner.name):
+            disk.rename(inner, target / inner.name)
+    disk.sync_folder(target)
+    # With the note in it: without, it would be an empty folder of whose files nobody knows.
+    _hide_in_place(path, disk)
+    remove(path, disk=disk)
+    return target
 
 
 def _free_aside(path: Path, disk: Disk) -> Path:
@@ -202,24 +297,36 @@ def _free_aside(path: Path, disk: Disk) -> Path:
     aside = path.parent / ASIDE_NAME
     disk.make_folders(aside)
     target, number = aside / path.name, 1
-    while target.is_symlink() or target.exists():
+    while _is_there(target) or is_hidden(target):
         number += 1
         target = aside / f"{path.name}.{number}"
     return target
 
 
 def hide(path: Path, *, into: Path, disk: Disk) -> Path:
-    """Make a checkpoint invisible, durably; return its name in `into`, where it can be removed.
+    """Make a checkpoint invisible, durably; return where `remove` finds it.
 
-    ``into``: the folder of the checkpoints. A leftover elsewhere, as in `aside/`, is swept by
-    nobody.
+    ``into``: the folder of the checkpoints, where it goes if it can be renamed.
     """
+    if disk.methods.commit == "manifest-last":
+        _hide_in_place(path, disk)
+        return path
     trash = into / trash_name()
     disk.rename(path, trash)
     disk.sync_folder(into)
     if path.parent != into:
         disk.sync_folder(path.parent)
     return trash
+
+
+def remove(path: Path, *, disk: Disk) -> None:
+    """Remove what `hide` has hidden; after a crash the rest is a leftover, or still hidden."""
+    if path.is_dir():
+        disk.remove_tree(path)
+    if is_hidden(path):
+        # Else a power cut could leave some of it, and not what hides it.
+        disk.sync_folder(path.parent)
+        disk.unlink(_hiding_file(path))
 
 
 def _write(
@@ -251,7 +358,7 @@ def _manifest(
         **known,
         time=told["time"],
         world_size=told["world_size"],
-        commit_method="rename",
+        commit_method=told["method"],
         files=tuple(files),
         tensors=tuple(tensors),
         plain=plain,

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from keepstep.store.layout import temporary_name
+from keepstep.store.methods import Methods
 
 _GATHER_BYTES = 1 << 20
 """Writes below this are gathered: a system call then costs less than copying what it writes."""
@@ -29,6 +30,9 @@ _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 
 class Disk:
     """The real file system."""
+
+    methods = Methods()
+    """What is used of it for commits; a session sets what its probe found."""
 
     def operation(self, name: str, path: Path) -> None:
         """Announce a file operation that is about to happen; the seam of the tests."""
@@ -125,6 +129,19 @@ class Disk:
         self.operation("link", new)
         os.link(old, new, follow_symlinks=False)
 
+    def allocate(self, descriptor: int, count: int, path: Path) -> None:
+        """Reserve room for `count` bytes in a file (Linux' fallocate).
+
+        OSError: EOPNOTSUPP or ENOSYS where the file system cannot say; ENOSPC, EDQUOT or EFBIG
+        where there is none. Python's `posix_fallocate` writes to every block in the first case.
+        """
+        self.operation("allocate", path)
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = ctypes.c_int64(count)
+        if libc.fallocate64(descriptor, 0, ctypes.c_int64(0), size) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+
     # Built from the primitives.
 
     def make_folders(self, path: Path) -> None:
@@ -196,12 +213,6 @@ class Disk:
             self.discard(temporary, because=error)
             raise
         self.sync_folder(path.parent)
-
-    def remove_link(self, path: Path) -> None:
-        """Remove a link, durably, where it is one; anything else of that name is not ours."""
-        if path.is_symlink():
-            self.unlink(path)
-            self.sync_folder(path.parent)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder with all that is in it; links in it are removed, not followed."""

@@ -16,11 +16,13 @@ LATEST_NAME = "latest"
 BEST_NAME = "best"
 PINS_NAME = "pins.json"
 PINS_LOCK_NAME = "pins.lock"
+MOVING_NAME = ".moving-to"
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(
-    r"\.staging-[0-9]+-[0-9a-f]{16}|\.trash-[0-9a-f]{16}|\.[A-Za-z0-9_.-]+-[0-9a-f]{16}\.tmp"
+    r"\.(?:staging-[0-9]+|trash|probe|rehearsal)-[0-9a-f]{16}|\.[A-Za-z0-9_.-]+-[0-9a-f]{16}\.tmp"
 )
+_UNFINISHED = re.compile(r"\.unfinished-(step_(?:0|[1-9][0-9]*)(?:\.[0-9]+)?)")
 _DATA_FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
 
 
@@ -53,6 +55,27 @@ def staging_name(step: int) -> str:
 def trash_name() -> str:
     """Return a new name for a delete in progress."""
     return f".trash-{secrets.token_hex(8)}"
+
+
+def probe_name() -> str:
+    """Return a new name for a folder in which it is tried what the file system can."""
+    return f".probe-{secrets.token_hex(8)}"
+
+
+def rehearsal_name() -> str:
+    """Return a new name for a folder in which a save is rehearsed."""
+    return f".rehearsal-{secrets.token_hex(8)}"
+
+
+def unfinished_name(name: str) -> str:
+    """Return the name of the file that makes the folder `name` beside it invisible."""
+    return f".unfinished-{name}"
+
+
+def unfinished_of(name: str) -> str | None:
+    """Return which folder a file of that name makes invisible, or None if it is no such name."""
+    match = _UNFINISHED.fullmatch(name)
+    return match.group(1) if match else None
 
 
 def temporary_name(name: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import CheckpointDamaged
-from keepstep.store.catalog import look_at
+from keepstep.store.catalog import look_at, pointed_at
 from keepstep.store.layout import ASIDE_NAME
 
 
@@ -15,7 +15,10 @@ def load_state(path: Path | str, *, only: str | None = None) -> dict[str, Any]:
     """
     from keepstep.store.tensors import read_state
 
-    folder = Path(path).resolve()
+    folder = Path(path)
+    if folder.is_file() and (name := pointed_at(folder)) is not None:
+        folder = folder.with_name(name)
+    folder = folder.resolve()
     entry = look_at(folder, aside=folder.parent.name == ASIDE_NAME)
     if entry.manifest is None:
         raise CheckpointDamaged(f"{path}: {entry.fault}")

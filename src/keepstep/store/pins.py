@@ -108,7 +108,7 @@ def delete_unless_pinned(folder: Path, entry: Checkpoint, *, disk: Disk) -> bool
         if entry.manifest is not None and identity_of(entry.manifest) in read_pins(folder):
             return False
         trash = commit.hide(entry.path, into=folder, disk=disk)
-    disk.remove_tree(trash)
+    commit.remove(trash, disk=disk)
     return True
 
 

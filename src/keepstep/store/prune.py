@@ -15,6 +15,7 @@ from keepstep.store.catalog import Checkpoint, checkpoints_in
 from keepstep.store.disk import Disk
 from keepstep.store.lock import FolderLock
 from keepstep.store.pins import Pins, delete_unless_pinned, identity_of, read_pins
+from keepstep.store.probe import probe
 from keepstep.store.retention import Retention, reasons_to_keep
 from keepstep.store.roles import best_sequence
 from keepstep.store.verify import verify
@@ -95,6 +96,10 @@ def carry_out(
     on_deleted: Callable[[Planned], None],
 ) -> None:
     """Delete what the plan lets go, oldest first; only under the lock under which it was made."""
+    manifests = [item.entry.manifest for item in planned if item.entry.manifest]
+    hidden = any(manifest.commit_method.startswith("manifest-last") for manifest in manifests)
+    # A rename that is a copy looks like one: only the run's own choice tells of it.
+    probe(folder, disk, "manifest-last" if hidden else "auto")
     for item in planned:
         if not item.reasons:
             lock.confirm()

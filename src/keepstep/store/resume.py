@@ -7,15 +7,16 @@ named with its fault; where something is there and nothing is whole, nothing is 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun
+from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
+from keepstep.store.line import Line
 from keepstep.store.manifest import Manifest
-from keepstep.store.ranks import Ranks, first
+from keepstep.store.ranks import Ranks, first, together
 
 _NOTHING = "(nothing)"
 Like = Callable[[str, tuple[int, ...]], Any]
@@ -68,6 +69,43 @@ def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
                 hint="All ranks need the same folder: put it on a shared file system.",
             )
     return found
+
+
+def require_none(folder: Path) -> None:
+    """Raise UsageError where a session would save beside checkpoints that it never looked at."""
+    if checkpoints_in(folder):
+        raise UsageError(
+            f"{folder} holds checkpoints, and this session has not looked at them",
+            hint="Call restore() before the first save, or choose an empty folder.",
+        )
+
+
+def check_choice(
+    found: Sequence[Checkpoint],
+    choice: Literal["newest", "fresh"] | int,
+    folder: Path,
+    *,
+    must_match: Mapping[str, Any] | None,
+    run_id: str | None,
+    ranks: Ranks,
+) -> None:
+    """Raise where a folder is not one for that choice, or not this run's; see `Store.restore`."""
+    if not found:
+        if isinstance(choice, int):
+            raise NotFound(f"{folder} holds no checkpoint, so none of step {choice}")
+        return
+    if choice == "fresh":
+        raise UsageError(
+            f"{folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
+            hint="Choose a new folder, or move the checkpoints away.",
+        )
+    # Before gigabytes are read, and before anything is said about another run's checkpoints.
+    _check_one_run(found, folder=folder, run_id=run_id)
+    together(
+        ranks,
+        "restore: identity",
+        lambda: _check_identity(found, must_match, folder=folder),
+    )
 
 
 def choose(
@@ -130,7 +168,7 @@ def _read_together(
     return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
 
 
-def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:
+def _check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:
     """Raise OtherRun where the folder mixes checkpoints of several runs, or holds another run's.
 
     ``run_id``: which run an earlier session in the run's folder was, if one is known. Two runs of
@@ -154,7 +192,7 @@ def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | No
         )
 
 
-def check_identity(
+def _check_identity(
     found: Sequence[Checkpoint], wanted: Mapping[str, Any] | None, *, folder: Path
 ) -> None:
     """Raise OtherRun with the difference where the newest checkpoint belongs to another config."""
@@ -177,7 +215,31 @@ def check_identity(
         )
 
 
-def set_aside_others(
+def take_up(
+    found: Sequence[Checkpoint],
+    chosen: Manifest,
+    *,
+    line: Line,
+    best_must_stand: bool,
+    disk: Disk,
+    ranks: Ranks,
+    on_event: Callable[..., None],
+) -> list[str]:
+    """Make `line` the one that follows a checkpoint; return the names of what was set aside."""
+    line.run_id, line.newest = chosen.run_id, chosen
+    others: list[str] = first(
+        ranks,
+        "restore: set aside",
+        lambda: _set_aside_others(found, chosen, disk, on_event),
+    )
+    kept = [entry.manifest for entry in found if entry.manifest and entry.name not in others]
+    gone = line.best.restore(chosen, kept, must_stand=best_must_stand)
+    if gone is not None:
+        on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
+    return others
+
+
+def _set_aside_others(
     found: Sequence[Checkpoint], chosen: Manifest, disk: Disk, on_event: Callable[..., None]
 ) -> list[str]:
     """Move aside what the chosen one does not follow from, damaged or later; return its names."""

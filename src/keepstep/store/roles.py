@@ -1,6 +1,6 @@
 """Which checkpoint is the latest and the best, and which one a person means by a name.
 
-The manifests decide. The links `latest` and `best` are written for people; one case alone reads
+The manifests decide. The pointers `latest` and `best` are written for people; one case alone reads
 one: an evaluation that was made after its checkpoint was committed stands in no manifest until
 the next save, and only where `best` points at the newest checkpoint itself.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.errors import NotFound
-from keepstep.store.catalog import Checkpoint, list_checkpoints
+from keepstep.store.catalog import Checkpoint, list_checkpoints, pointed_at
 from keepstep.store.layout import BEST_NAME, LATEST_NAME, step_name
 from keepstep.store.manifest import Manifest
 
@@ -61,7 +61,6 @@ def label_of(entry: Checkpoint) -> str:
 
 def best_sequence(folder: Path, newest: Manifest) -> int | None:
     """Return the number of the best checkpoint, given the newest one's manifest."""
-    link = folder / BEST_NAME
-    if link.is_symlink() and link.readlink().name == step_name(newest.step):
+    if pointed_at(folder / BEST_NAME) == step_name(newest.step):
         return newest.sequence
     return newest.best.sequence if newest.best is not None else None

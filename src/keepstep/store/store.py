@@ -16,23 +16,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from keepstep.errors import CheckpointDamaged, NotFound, UsageError
-from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
+from keepstep.store.catalog import checkpoints_in, sequence_of
 from keepstep.store.disk import Disk
 from keepstep.store.facts import GivenFacts, Saved, checked
 from keepstep.store.layout import LOCK_NAME, step_name
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Facts, Manifest
+from keepstep.store.methods import CommitMethod
+from keepstep.store.probe import probe
 from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.resume import (
     Like,
     Restored,
-    check_identity,
-    check_one_run,
+    check_choice,
     choose,
     look_together,
-    set_aside_others,
+    require_none,
+    take_up,
 )
 from keepstep.store.retention import Retention
 from keepstep.store.sweep import sweep
@@ -40,6 +41,7 @@ from keepstep.store.sweep import sweep
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from keepstep.store.rehearsal import Room
     from keepstep.store.staging import Cut
     from keepstep.store.tensors import Snapshot
     from keepstep.store.writer import Writer
@@ -54,8 +56,8 @@ class Store:
 
     With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
-    `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
-    deleted, best_gone, housekeeping_failed.
+    `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry,
+    set_aside, deleted, best_gone, housekeeping_failed.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Store:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
+        commit_method: Literal["auto"] | CommitMethod = "auto",
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -91,6 +94,7 @@ class Store:
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
         self._save_retries = save_retries
+        self._commit_method: Literal["auto"] | CommitMethod = commit_method
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -129,12 +133,9 @@ class Store:
         try:
             self._join()
         finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self._open and self._shared_lock is None and self._ranks.rank == 0:
-            self._lock.release()
-        self._open = False
+            if self._open and self._shared_lock is None and self._ranks.rank == 0:
+                self._lock.release()
+            self._open = False
 
     def __enter__(self) -> Self:
         """Open the store."""
@@ -179,23 +180,12 @@ class Store:
         self._ranks.meet("restore")
         self.open()
         found = look_together(self.folder, self._ranks)
+        check_choice(
+            found, choice, self.folder, must_match=must_match, run_id=run_id, ranks=self._ranks
+        )
         if not found:
-            if isinstance(choice, int):
-                raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
             self._make_ready_to_save()
             return None
-        if choice == "fresh":
-            raise UsageError(
-                f"{self.folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
-                hint="Choose a new folder, or move the checkpoints away.",
-            )
-        # Before gigabytes are read, and before anything is said about another run's checkpoints.
-        check_one_run(found, folder=self.folder, run_id=run_id)
-        together(
-            self._ranks,
-            "restore: identity",
-            lambda: check_identity(found, must_match, folder=self.folder),
-        )
         manifest, state, skipped = choose(
             found,
             step=choice if isinstance(choice, int) else None,
@@ -203,7 +193,16 @@ class Store:
             like=like,
         )
         self._make_ready_to_save()
-        set_aside = self._take_up(found, manifest)
+        set_aside = take_up(
+            found,
+            manifest,
+            line=self._line,
+            best_must_stand=self.policy.keep_best_n > 0,
+            disk=self._disk,
+            ranks=self._ranks,
+            on_event=self._on_event,
+        )
+        self._point_links()
         return Restored(
             path=self.folder / step_name(manifest.step),
             manifest=manifest,
@@ -211,22 +210,6 @@ class Store:
             skipped=skipped,
             set_aside=tuple(set_aside),
         )
-
-    def _take_up(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
-        """Become the session that follows a checkpoint; return the names of what was set aside."""
-        self._line.run_id = manifest.run_id
-        self._line.newest = manifest
-        set_aside: list[str] = first(
-            self._ranks,
-            "restore: set aside",
-            lambda: set_aside_others(found, manifest, self._disk, self._on_event),
-        )
-        kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
-        gone = self._line.best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
-        if gone is not None:
-            self._on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
-        self._point_links()
-        return set_aside
 
     @overload
     def save(
@@ -272,24 +255,12 @@ class Store:
 
         ``facts``: see `GivenFacts`.
         """
-        from keepstep.store.tensors import take_apart
-
-        self._join()
-        self._ranks.meet(f"the save of step {step}")
-        self.open()
-        if not self._ready_to_save:
-            if first(self._ranks, "save: look", lambda: len(checkpoints_in(self.folder))):
-                raise UsageError(
-                    f"{self.folder} holds checkpoints, and this session has not looked at them",
-                    hint="Call restore() before the first save, or choose an empty folder.",
-                )
-            self._make_ready_to_save()
+        self._prepare(f"the save of step {step}")
         started, writer = time.monotonic(), self._make_writer()
         taken: list[tuple[Facts, Snapshot, Cut | None]] = []
 
         def take() -> None:
-            known = self._line.facts(checked(step, facts), mesh=self._mesh)
-            snapshot = take_apart(state, self._ranks)
+            known, snapshot = self._take(state, step, facts)
             cut = None if wait else writer.cut(snapshot, copy_now)
             taken.append((known, snapshot, cut))
 
@@ -300,6 +271,43 @@ class Store:
             return writer.save_now(snapshot, known, started=started)
         writer.save_later(cut, known, started=started)
         return None
+
+    def rehearse(
+        self, state: Mapping[str, Any], *, bytes_to_come: int = 0, **facts: Unpack[GivenFacts]
+    ) -> "Room":
+        """Rehearse a save of `state`, before the first step; CannotSave says what is wrong.
+
+        Where this line has a checkpoint, only the room for one more is looked at.
+        ``bytes_to_come``: what the state will grow by, as by moments after the first step.
+        """
+        from keepstep.store.rehearsal import rehearse
+
+        self._prepare("the rehearsal")
+        return rehearse(
+            lambda: self._take(state, 0, facts),
+            folder=self.folder,
+            keep_last_n=self.policy.keep_last_n,
+            bytes_to_come=bytes_to_come,
+            disk=self._disk,
+            ranks=self._ranks,
+        )
+
+    def _prepare(self, what: str) -> None:
+        """Be ready to save; UsageError in a folder whose checkpoints nobody has looked at."""
+        self._join()
+        self._ranks.meet(what)
+        self.open()
+        if not self._ready_to_save:
+            first(self._ranks, "save: look", lambda: require_none(self.folder))
+            self._make_ready_to_save()
+
+    def _take(
+        self, state: Mapping[str, Any], step: int, facts: GivenFacts
+    ) -> tuple[Facts, "Snapshot"]:
+        from keepstep.store.tensors import take_apart
+
+        known = self._line.facts(checked(step, facts), mesh=self._mesh)
+        return known, take_apart(state, self._ranks)
 
     def _make_writer(self) -> "Writer":
         """Return the writer. It needs torch, which a store that only looks around does not."""
@@ -346,7 +354,7 @@ class Store:
         """
         self._join()
         before = self.best
-        sequence = first(self._ranks, "best", lambda: self._sequence_of(step))
+        sequence = first(self._ranks, "best", lambda: sequence_of(self.folder, step))
         self._line.best.best = self._line.best.after(metrics, sequence=sequence, step=step)
         self._point_links()
         return self.best != before
@@ -381,13 +389,9 @@ class Store:
         if not self._ready_to_save:
             first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
             self._line.run_id = first(self._ranks, "run id", lambda: self.run_id)
+            asked = (self.folder, self._disk, self._commit_method, self._on_event)
+            first(self._ranks, "methods", lambda: probe(*asked))
             self._ready_to_save = True
-
-    def _sequence_of(self, step: int) -> int:
-        entry = look_at(self.folder / step_name(step))
-        if entry.manifest is None:
-            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
-        return entry.manifest.sequence
 
     def _point_links(self) -> None:
         writer = self._make_writer()

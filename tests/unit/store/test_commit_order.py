@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from keepstep.store import Store, list_checkpoints, verify
-from tests.helpers.recording_disk import RecordingDisk
+from tests.helpers.recording_disk import PoorRecordingDisk, RecordingDisk
 
 STATE = {"model": {"weight": torch.arange(6.0)}, "note": "first"}
 
@@ -40,6 +40,51 @@ def test_a_save_does_these_operations_in_this_order_and_no_others(tmp_path):
         ("symlink", ".latest-ID.tmp"),
         ("rename", "latest"),
         ("sync_folder", tmp_path.name),
+    ]
+
+
+def test_where_folders_cannot_be_renamed_a_save_does_these_operations_in_this_order(tmp_path):
+    """And the delete of the older one: hidden, durably, before its first file goes."""
+    disk = PoorRecordingDisk()
+    with Store(tmp_path, disk=disk, keep_last_n=1) as store:
+        store.save(STATE, step=1)
+        disk.log.clear()
+        store.save({**STATE, "note": "second"}, step=2)
+    found = [(name, re.sub(r"-[0-9a-f]{16}", "-ID", path)) for name, path in disk.log]
+    assert found == [
+        ("create", ".unfinished-step_2"),
+        ("sync", ".unfinished-step_2"),
+        ("close", ".unfinished-step_2"),
+        ("sync_folder", tmp_path.name),
+        ("make_folder", "step_2"),
+        ("create", "rank-00000.safetensors"),
+        ("write", "rank-00000.safetensors"),
+        ("sync", "rank-00000.safetensors"),
+        ("close", "rank-00000.safetensors"),
+        ("sync_folder", "step_2"),
+        ("create", ".manifest.json-ID.tmp"),
+        ("write", ".manifest.json-ID.tmp"),
+        ("sync", ".manifest.json-ID.tmp"),
+        ("close", ".manifest.json-ID.tmp"),
+        ("rename", "manifest.json"),
+        ("sync_folder", "step_2"),
+        ("unlink", ".unfinished-step_2"),
+        ("sync_folder", tmp_path.name),
+        ("create", ".latest-ID.tmp"),
+        ("write", ".latest-ID.tmp"),
+        ("sync", ".latest-ID.tmp"),
+        ("close", ".latest-ID.tmp"),
+        ("rename", "latest"),
+        ("sync_folder", tmp_path.name),
+        ("create", ".unfinished-step_1"),
+        ("sync", ".unfinished-step_1"),
+        ("close", ".unfinished-step_1"),
+        ("sync_folder", tmp_path.name),
+        ("unlink", "manifest.json"),
+        ("unlink", "rank-00000.safetensors"),
+        ("remove_folder", "step_1"),
+        ("sync_folder", tmp_path.name),
+        ("unlink", ".unfinished-step_1"),
     ]
 
 

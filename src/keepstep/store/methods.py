@@ -1,0 +1,23 @@
+"""How commits are made on a file system, by what that can do; `probe.py` finds it out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+CommitMethod = Literal["rename", "manifest-last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """The methods of a session; the manifest holds them as text.
+
+    `commit`: one rename of the whole folder; or, where folders cannot be renamed, all files under
+    the final name, hidden by a file beside it whose removal is the commit. `pointers`: what
+    `latest` and `best` are: symbolic links, or files that hold the name.
+    """
+
+    commit: CommitMethod = "rename"
+    pointers: Literal["links", "files"] = "links"
+
+    def __str__(self) -> str:
+        """Return what the log and the manifest say."""
+        return self.commit if self.pointers == "links" else f"{self.commit}, pointer files"

@@ -1,0 +1,189 @@
+"""The rehearsal of a save: what would end a run at its first save is told before its first step.
+
+Guarantees:
+1. Every rank has written, committed, read back and deleted a small checkpoint of the true state:
+   the whole plain state, and of each type of tensor the smallest. Rights, links, renames, syncs, a
+   folder that is not shared and a state that no checkpoint may hold are found there.
+2. There is room for the checkpoints to come. Free space is compared, and the room of one is
+   reserved and given back, which also finds quotas and limits on the size of a file.
+3. It happens in a folder with a leftover's name, so nothing of it can be taken for a checkpoint.
+
+It does not foresee a disk that others fill later.
+"""
+
+import errno
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepstep.errors import CannotSave
+from keepstep.store import commit
+from keepstep.store.catalog import checkpoints_in, look_at
+from keepstep.store.disk import Disk
+from keepstep.store.layout import rehearsal_name, step_name
+from keepstep.store.manifest import Facts
+from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.verify import verify
+
+if TYPE_CHECKING:
+    from keepstep.store.tensors import Snapshot
+
+_FILE_BYTES, _TENSOR_BYTES = 8192, 512
+"""What a checkpoint takes besides its tensors and plain state: headers, the manifest's entries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How many more checkpoints a folder has room for, and how many are to be kept besides."""
+
+    folder: Path
+    checkpoint_bytes: int
+    free_bytes: int
+    wanted: int
+    reserved: bool = True
+    """Whether the room of one could be reserved; else quotas are not looked at."""
+
+    @property
+    def fits(self) -> int:
+        """How many more checkpoints fit."""
+        return self.free_bytes // self.checkpoint_bytes
+
+    def require(self, count: int) -> None:
+        """Raise CannotSave where fewer than `count` fit."""
+        if self.fits < count:
+            raise CannotSave(
+                f"{self.folder} has {self.free_bytes:,} bytes free; its checkpoints, {count} more"
+                f" of about {self.checkpoint_bytes:,} bytes, need"
+                f" {count * self.checkpoint_bytes:,}",
+                hint="Make room, keep fewer checkpoints (keep_last_n), or choose another folder.",
+            )
+
+
+def rehearse(
+    take: Callable[[], tuple[Facts, "Snapshot"]],
+    *,
+    folder: Path,
+    keep_last_n: int,
+    bytes_to_come: int,
+    disk: Disk,
+    ranks: Ranks,
+) -> Room:
+    """Rehearse a save of what `take` takes; CannotSave, on all ranks, says what is wrong.
+
+    A line that has a checkpoint (`facts.parent`) has been saved here: then only the room is looked
+    at, and one more must fit. ``bytes_to_come``: what the state will grow by.
+    """
+    taken: list[tuple[Facts, Snapshot]] = []
+    together(ranks, "rehearsal: state", lambda: taken.append(take()))
+    facts, snapshot = taken[0]
+    try:
+        scratch = folder / first(ranks, "rehearsal: begin", lambda: _begin(folder, disk))
+        try:
+            if facts.parent is None:
+                _save_read_delete(snapshot, replace(facts, step=0), scratch, disk=disk, ranks=ranks)
+            size = _size_of(snapshot, ranks) + bytes_to_come
+            found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n))
+            room = Room(folder=folder, checkpoint_bytes=size, **found)
+            room.require(room.wanted if facts.parent is None else 1)
+            share = -(-size // ranks.size)
+            path = scratch / f"rank-{ranks.rank}"
+            reserved = together(ranks, "rehearsal: reserve", lambda: _reserve(path, share, disk))
+            first(ranks, "rehearsal: end", lambda: disk.remove_tree(scratch))
+        except BaseException as error:
+            if ranks.rank == 0:
+                disk.discard(scratch, because=error)
+            raise
+    except OSError as error:
+        raise CannotSave(
+            f"no checkpoint can be saved in {folder}: {error}",
+            hint="No step was taken. Mend that, then run the same command.",
+        ) from error
+    return replace(room, reserved=all(reserved))
+
+
+def _begin(folder: Path, disk: Disk) -> str:
+    scratch = folder / rehearsal_name()
+    disk.make_folder(scratch)
+    return scratch.name
+
+
+def _save_read_delete(
+    snapshot: "Snapshot", facts: Facts, scratch: Path, *, disk: Disk, ranks: Ranks
+) -> None:
+    """Do with a small state all that is done with a checkpoint in its life."""
+    chosen: list[str] = first(ranks, "rehearsal: sample", lambda: _sample(snapshot))
+    small = replace(
+        snapshot,
+        parts={name: snapshot.parts[name] for name in chosen},
+        written=snapshot.written & set(chosen),
+    )
+    commit.commit(
+        small,
+        facts,
+        folder=scratch,
+        disk=disk,
+        ranks=ranks,
+        halt=threading.Event(),
+        on_event=lambda _event, **_facts: None,
+    )
+    path = scratch / step_name(facts.step)
+    together(ranks, "rehearsal: read", lambda: _read_back(path))
+
+    def tidy() -> None:
+        commit.point_links(scratch, latest=facts.step, best=facts.step, disk=disk)
+        commit.remove(commit.hide(path, into=scratch, disk=disk), disk=disk)
+
+    first(ranks, "rehearsal: delete", tidy)
+
+
+def _sample(snapshot: "Snapshot") -> list[str]:
+    """Return the names of the smallest tensors, one of each type and number of holders."""
+    found: dict[tuple[Any, int], str] = {}
+    for name, part in sorted(snapshot.parts.items(), key=lambda item: (item[1].bytes, item[0])):
+        if part.bytes:
+            found.setdefault((part.local.dtype, part.copies), name)
+    return list(found.values())
+
+
+def _read_back(path: Path) -> None:
+    faults = verify(look_at(path))
+    if faults:
+        raise CannotSave(
+            f"{path} was just saved and is not what was saved: {faults[0].message}",
+            hint="All ranks need the same folder, on a file system that returns what it was given.",
+        )
+
+
+def _size_of(snapshot: "Snapshot", ranks: Ranks) -> int:
+    """Return about how many bytes a checkpoint of all of the state takes."""
+    tensors = sum(part.bytes + _TENSOR_BYTES for part in snapshot.parts.values())
+    return tensors + len(json.dumps(snapshot.plain)) + _FILE_BYTES * (ranks.size + 1)
+
+
+def _look(folder: Path, keep_last_n: int) -> dict[str, Any]:
+    """Return what is free, and how many more are to be kept, with the one that is being saved."""
+    facts, standing = os.statvfs(folder), len(checkpoints_in(folder))
+    # Some have no size of their own, such as a tmpfs without a limit.
+    free = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+    wanted = max(1, keep_last_n + 1 - standing) if keep_last_n else 1
+    return {"free_bytes": free, "wanted": wanted}
+
+
+def _reserve(path: Path, count: int, disk: Disk) -> bool:
+    """Reserve room in a new file of this rank's; return False where that cannot be asked for."""
+    descriptor = disk.create(path)
+    try:
+        disk.allocate(descriptor, count, path)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        why = f"{count:,} bytes cannot be reserved: {os.strerror(error.errno or 0)}"
+        raise OSError(error.errno, why, str(path)) from error
+    finally:
+        os.close(descriptor)
+    return True
