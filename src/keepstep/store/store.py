@@ -55,7 +55,7 @@ class Store:
     With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
-    deleted, best_gone, housekeeping_failed.
+    written_anew, deleted, best_gone, housekeeping_failed.
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class Store:
         gone = self._line.best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
         if gone is not None:
             self._on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
+        self._make_writer().follow(manifest)
         self._point_links()
         return set_aside
 
