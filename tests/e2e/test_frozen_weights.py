@@ -1,9 +1,12 @@
 """Weights that a hook freezes, with the installed command: linked, listed, and bit for bit."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.helpers.command import digests, injecting, keepstep, losses, steps
+from tests.helpers.command import ROOT, digests, environment, injecting, keepstep, losses, steps
 
 FROZEN = "rank-00000-frozen.safetensors"
 FLAGS = (
@@ -48,3 +51,12 @@ def test_a_killed_run_with_frozen_weights_continues_bit_for_bit_and_links(config
     out = tmp_path / "out"
     exported = keepstep("ckpt", "export", run, "latest", out, "--format", "safetensors")
     assert exported.returncode == 0, exported.stdout
+
+
+def test_the_program_of_the_page_links_what_it_froze(tmp_path):
+    text = (ROOT / "docs/concepts/frozen-weights.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    words = [sys.executable, "-c", code]
+    subprocess.run(words, cwd=tmp_path, env=environment(), check=True)
+    assert len(inodes(tmp_path / "runs/frozen")) == 2
+    assert len(set(inodes(tmp_path / "runs/frozen"))) == 1

@@ -225,7 +225,8 @@ class Store:
         gone = self._line.best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
         if gone is not None:
             self._on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
-        self._make_writer().follow(manifest)
+        writer = self._make_writer()
+        together(self._ranks, "restore: follow", lambda: writer.follow(manifest))
         self._point_links()
         return set_aside
 

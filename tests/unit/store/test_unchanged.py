@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 from keepstep.store import Store, list_checkpoints, load_state, verify
+from keepstep.store.shards import Part, Region
+from keepstep.store.tensors import Snapshot
+from keepstep.store.unchanged import Unchanged
 from tests.helpers.recording_disk import RecordingDisk
 
 MIB = 1 << 20
@@ -288,3 +292,80 @@ def test_a_disk_with_room_for_the_moving_part_only_is_enough(tmp_path):
         assert_whole(place / "run", mib=3)
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_role_names_stays_and_stays_whole_whatever_is_deleted(tmp_path, seed):
+    """Last 2, best 2, every 5th; weights that thaw and freeze again at random steps."""
+    rng, losses, encoder = random.Random(seed), {}, 1.0
+    options = {"keep_last_n": 2, "keep_best_n": 2, "keep_every": 5, "best_metric": "loss"}
+    with Store(tmp_path, **options) as store:
+        for step in range(1, 17):
+            encoder += rng.random() < 0.15
+            losses[step] = rng.random()
+            state = state_of(step, encoder=encoder)
+            store.save(state, step=step, metrics={"loss": losses[step]})
+            best = sorted(losses, key=losses.__getitem__)[:2]
+            roles = {step, step - 1, *best, *range(5, step + 1, 5)} - {0}
+            entries = list_checkpoints(tmp_path)
+            assert {entry.step for entry in entries} == roles
+            assert [verify(entry) for entry in entries] == [[]] * len(roles)
+
+
+def reshaped(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "encoder": state["encoder"].view(2, -1)}
+
+
+def as_integers(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "encoder": state["encoder"].view(torch.int32)}
+
+
+def without(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in ("encoder", "tied")}
+
+
+@pytest.mark.parametrize("change", [reshaped, as_integers, without])
+def test_the_same_bytes_as_something_else_are_not_the_same(tmp_path, change):
+    with Store(tmp_path, keep_last_n=0) as store:
+        for step in range(1, 6):
+            state = state_of(step)
+            store.save(state if step < 5 else change(state), step=step)
+    assert [verify(entry) for entry in list_checkpoints(tmp_path)] == [[]] * 5
+    found, expected = load_state(tmp_path / "step_5"), change(state_of(5))
+    assert sorted(found) == sorted(expected)
+    if "encoder" in expected:
+        assert found["encoder"].dtype == expected["encoder"].dtype
+        assert torch.equal(found["encoder"], expected["encoder"])
+
+
+def test_the_same_bytes_of_another_region_are_not_the_same(tmp_path):
+    """As after a resume on another mesh: rows of zeros became columns of zeros."""
+    unchanged, side = Unchanged(0), 1024
+    shapes = [(512, side)] * 4 + [(side, 512)]
+    for number, shape in enumerate(shapes):
+        region = Region(offset=(0, 0), shape=shape)
+        local = torch.zeros(shape)
+        part = Part(local=local, whole=(side, side), region=region, copies=1, copy=0)
+        snapshot = Snapshot(plain={}, parts={"w": part}, written=frozenset({"w"}))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        go_on, tell = (lambda: None), Events()
+        _, (entry,) = unchanged.write(
+            snapshot, folder, disk=RecordingDisk(), go_on=go_on, tell=tell
+        )
+        unchanged.committed(folder)
+        assert [piece.shape for piece in entry.pieces] == [shape]
+    assert (tmp_path / "3" / FROZEN).stat().st_nlink == 2
+
+
+def test_a_file_with_no_room_for_another_name_is_written_anew_and_linked_again(tmp_path):
+    class Full(RecordingDisk):
+        def link(self, old: Path, new: Path) -> None:
+            if new.parent.name.startswith(".staging-5-"):
+                raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), str(new))
+            super().link(old, new)
+
+    assert len(saved(tmp_path, range(1, 7), disk=Full())) == 1
+    assert inode(tmp_path, 5) != inode(tmp_path, 4)
+    assert inode(tmp_path, 6) == inode(tmp_path, 5)
+    assert_whole(tmp_path)
