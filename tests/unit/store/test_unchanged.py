@@ -260,9 +260,11 @@ def test_a_copied_run_links_what_it_copied(tmp_path):
 
 
 def test_saving_again_what_is_there_changes_nothing_and_links_go_on(tmp_path):
-    with Store(tmp_path, keep_last_n=0) as store:
-        for step in (1, 2, 3, 4, 4, 5):
+    events = Events()
+    with Store(tmp_path, keep_last_n=0, on_event=events) as store:
+        for step in (1, 2, 2, 3, 4, 4, 5):
             store.save(state_of(step), step=step)
+    assert events == []
     assert inode(tmp_path, 5) == inode(tmp_path, 4) == inode(tmp_path, 3)
     assert_whole(tmp_path)
 
@@ -332,6 +334,8 @@ def test_the_same_bytes_as_something_else_are_not_the_same(tmp_path, change):
             store.save(state if step < 5 else change(state), step=step)
     assert [verify(entry) for entry in list_checkpoints(tmp_path)] == [[]] * 5
     found, expected = load_state(tmp_path / "step_5"), change(state_of(5))
+    held = {tensor.name for tensor in list_checkpoints(tmp_path)[-1].manifest.tensors}
+    assert held == {"encoder", "tied", "head"} & expected.keys()
     assert sorted(found) == sorted(expected)
     if "encoder" in expected:
         assert found["encoder"].dtype == expected["encoder"].dtype
