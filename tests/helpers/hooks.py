@@ -141,3 +141,11 @@ class Record:
 
     def on_run_end(self, run: Any, outcome: Any) -> None:
         self._write(run, f"end {outcome.ending}")
+
+
+class FreezeAllButTheHead:
+    """Freezes weights as a user does, when everything is built and restored."""
+
+    def on_run_start(self, run: Any) -> None:
+        for name, parameter in run.position.model.named_parameters():
+            parameter.requires_grad_("lm_head" in name)

@@ -23,7 +23,7 @@ from keepstep.cli.parse import dispatch
 from keepstep.config.quantities import bytes_text
 from keepstep.errors import CheckpointDamaged
 from keepstep.store import Checkpoint, verify
-from keepstep.store.catalog import is_there
+from keepstep.store.catalog import bytes_on_disk, is_there, shared_bytes
 from keepstep.store.prune import kept_because
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
 
@@ -47,9 +47,10 @@ def run_ckpt(argv: Sequence[str]) -> int:
 def ls(run: Run, *, json: bool = False) -> int:
     """List the checkpoints: step, when, size, whole or not, roles, why each is kept, metrics.
 
-    Why is by the policy in the run's run.toml. "-": the next save deletes it. "?": the policy is
-    not recorded, as by a loop of your own. Sizes are compared with the manifest; `verify` reads
-    the bytes.
+    The size is that of all its files. What is "shared" of it are frozen weights: a file that
+    another checkpoint has too. Why is by the policy in the run's run.toml. "-": the next save
+    deletes it. "?": the policy is not recorded, as by a loop of your own. Sizes are compared with
+    the manifest; `verify` reads the bytes.
 
     Args:
         run: Folder of the run, or of its checkpoints.
@@ -69,6 +70,9 @@ def ls(run: Run, *, json: bool = False) -> int:
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         print("  ".join(cells).rstrip())
+    if any(row["shared"] for row in rows):
+        total = bytes_text(bytes_on_disk(entries))
+        print(f"on disk: {total}; what checkpoints share counts once")
     return 0
 
 
@@ -94,7 +98,7 @@ def show(run: Run, checkpoint: Annotated[str, tyro.conf.Positional], *, json: bo
         "samples": f"{manifest.samples:,}",
         "tokens": f"{manifest.tokens:,}",
         "saved": when_text(manifest.time),
-        "size": bytes_text(manifest.size),
+        "size": _size_text(manifest.size, shared_bytes(entry)),
         "run": manifest.run_id,
         "sequence": f"{manifest.sequence} (follows {manifest.parent or 'nothing'})",
         "ranks": str(manifest.world_size),
@@ -159,6 +163,7 @@ def _row(entry: Checkpoint, roles: list[str], kept: tuple[str, ...] | None) -> d
         "sequence": manifest.sequence if manifest else None,
         "time": manifest.time if manifest else None,
         "size": manifest.size if manifest else None,
+        "shared": shared_bytes(entry),
         "complete": manifest is not None,
         "fault": entry.fault,
         "roles": roles,
@@ -171,9 +176,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["name"],
         when_text(row["time"]) if row["time"] is not None else "-",
-        bytes_text(row["size"]) if row["size"] is not None else "-",
+        _size_text(row["size"], row["shared"]) if row["size"] is not None else "-",
         "complete" if row["complete"] else f"damaged: {row['fault']}",
         ", ".join(row["roles"]) or "-",
         "?" if row["kept_because"] is None else ", ".join(row["kept_because"]) or "-",
         metrics_text(row["metrics"]) or "-",
     )
+
+
+def _size_text(size: int, shared: int) -> str:
+    return bytes_text(size) + (f" ({bytes_text(shared)} shared)" if shared else "")

@@ -55,6 +55,7 @@ _STORE_WORDS = {
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
+    "written_anew": "{name} holds frozen weights and is written anew, not linked: {why}",
     "best_gone": "the best so far, step {step} ({metric} {value:g}), is not there any more;"
     " the best of those that are takes its place",
     "housekeeping_failed": "the checkpoint is committed, but tidying up failed: {error}",

@@ -19,6 +19,7 @@ from keepstep.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from keepstep.store.tensors import Snapshot
+    from keepstep.store.unchanged import Unchanged
 
 _BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
 
@@ -27,6 +28,7 @@ def commit_with_retries(
     snapshot: "Snapshot",
     facts: Facts,
     *,
+    unchanged: "Unchanged",
     folder: Path,
     newest: Manifest | None,
     retries: int,
@@ -44,6 +46,7 @@ def commit_with_retries(
             return commit(
                 snapshot,
                 facts,
+                unchanged=unchanged,
                 folder=folder,
                 disk=disk,
                 ranks=ranks,

@@ -1,5 +1,7 @@
 """Which checkpoints a folder holds. Reads manifests and sizes only; needs no lock and no torch."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +104,25 @@ def pointed_at(path: Path) -> str | None:
         return None
     name = path.read_bytes().decode(errors="replace").rstrip("\n")
     return name if step_of(name) is not None else None
+
+
+def files_in(path: Path) -> list[os.stat_result]:
+    """Return what the file system says of each file in a checkpoint's folder.
+
+    Frozen weights are one file with a name in each of several checkpoints (`st_nlink`).
+    """
+    return [file.lstat() for file in path.iterdir()] if path.is_dir() else []
+
+
+def shared_bytes(entry: Checkpoint) -> int:
+    """Return the bytes of a checkpoint that have another name too: deleting it frees none."""
+    return sum(fact.st_size for fact in files_in(entry.path) if fact.st_nlink > 1)
+
+
+def bytes_on_disk(entries: Iterable[Checkpoint]) -> int:
+    """Return the bytes that checkpoints take together; a file with several names counts once."""
+    facts = [fact for entry in entries for fact in files_in(entry.path)]
+    return sum({(fact.st_dev, fact.st_ino): fact.st_size for fact in facts}.values())
 
 
 def _in_folder(place: Path, *, aside: bool) -> list[Checkpoint]:

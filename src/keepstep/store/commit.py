@@ -31,7 +31,6 @@ from keepstep.store.layout import (
     LATEST_NAME,
     MANIFEST_NAME,
     MOVING_NAME,
-    data_name,
     is_leftover,
     staging_name,
     step_name,
@@ -51,12 +50,14 @@ from keepstep.store.ranks import Ranks, first, together
 
 if TYPE_CHECKING:
     from keepstep.store.tensors import Snapshot
+    from keepstep.store.unchanged import Unchanged
 
 
 def commit(
     snapshot: "Snapshot",
     facts: Facts,
     *,
+    unchanged: "Unchanged",
     folder: Path,
     disk: Disk,
     ranks: Ranks,
@@ -65,9 +66,10 @@ def commit(
 ) -> tuple[Manifest, bool]:
     """Make one attempt to commit; return the manifest, and whether it is a new one.
 
-    Every rank writes its own file; the first one commits. An error of any rank is raised on all;
-    it leaves no trace but, at worst, a staging folder that the next session sweeps away. On other
-    ranks than the first the manifest holds no files, tensors and plain state.
+    Every rank writes its own files, or links what is `unchanged`; the first one commits. An error
+    of any rank is raised on all; it leaves no trace but, at worst, a staging folder that the next
+    session sweeps away. On other ranks than the first the manifest holds no files, tensors and
+    plain state.
     """
     staging = folder / first(ranks, "save: begin", lambda: _begin(folder, facts, disk))
     made: list[Manifest] = []
@@ -79,7 +81,9 @@ def commit(
 
     try:
         written = together(
-            ranks, "save: write", lambda: _write(snapshot, staging, ranks, disk, halt)
+            ranks,
+            "save: write",
+            lambda: _write(snapshot, staging, unchanged, disk, halt, on_event),
         )
         _require_alike(written)
         on_event("written", step=facts.step)
@@ -88,6 +92,8 @@ def commit(
         if ranks.rank == 0:
             _abandon(staging, disk, because=error)
         raise
+    if told["new"]:
+        unchanged.committed(folder / step_name(facts.step))
     if told["aside"]:
         on_event("set_aside", name=step_name(facts.step), new_name=told["aside"])
     if ranks.rank == 0:
@@ -173,7 +179,7 @@ def _make_visible(
     manifest = _manifest(
         facts,
         told,
-        files=[file_from_data(one["file"]) for one in written if one["file"] is not None],
+        files=[file_from_data(entry) for one in written for entry in one["files"]],
         tensors=merge(tensor_from_data(entry) for one in written for entry in one["tensors"]),
         plain=snapshot.plain,
     )
@@ -330,22 +336,25 @@ def remove(path: Path, *, disk: Disk) -> None:
 
 
 def _write(
-    snapshot: "Snapshot", staging: Path, ranks: Ranks, disk: Disk, halt: threading.Event
+    snapshot: "Snapshot",
+    staging: Path,
+    unchanged: "Unchanged",
+    disk: Disk,
+    halt: threading.Event,
+    on_event: Callable[..., None],
 ) -> dict[str, Any]:
-    """Write this rank's file, durably; return what the first rank needs to know of it."""
-    from keepstep.store.tensors import write_tensors
+    """Write this rank's files, durably; return what the first rank needs to know of them."""
 
     def go_on() -> None:
         if halt.is_set():
             raise SaveAbandoned(f"{staging.name} was given up while it was written")
 
-    found: dict[str, Any] = {"file": None, "tensors": [], "state": snapshot.digest()}
-    if snapshot.written or ranks.rank == 0:
-        name = data_name(ranks.rank)
-        file, tensors = write_tensors(snapshot, staging, file_name=name, disk=disk, go_on=go_on)
-        found["file"] = asdict(file)
-        found["tensors"] = [asdict(entry) for entry in tensors]
-    return found
+    files, tensors = unchanged.write(snapshot, staging, disk=disk, go_on=go_on, tell=on_event)
+    return {
+        "files": [asdict(entry) for entry in files],
+        "tensors": [asdict(entry) for entry in tensors],
+        "state": snapshot.digest(),
+    }
 
 
 def _manifest(

@@ -234,12 +234,16 @@ class Disk:
             if entry.is_dir(follow_symlinks=False):
                 self.sync_tree(inner)
             else:
-                descriptor = os.open(inner, os.O_RDONLY | os.O_NOFOLLOW)
-                try:
-                    self.sync(descriptor, inner)
-                finally:
-                    os.close(descriptor)
+                self.sync_file(inner)
         self.sync_folder(path)
+
+    def sync_file(self, path: Path) -> None:
+        """Make the bytes of a file that something else has written durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            self.sync(descriptor, path)
+        finally:
+            os.close(descriptor)
 
     def discard(self, path: Path, *, because: BaseException) -> None:
         """Remove what a failed operation left behind; where that fails too, the error says so.

@@ -23,7 +23,7 @@ _LEFTOVER = re.compile(
     r"\.(?:staging-[0-9]+|trash|probe|rehearsal)-[0-9a-f]{16}|\.[A-Za-z0-9_.-]+-[0-9a-f]{16}\.tmp"
 )
 _UNFINISHED = re.compile(r"\.unfinished-(step_(?:0|[1-9][0-9]*)(?:\.[0-9]+)?)")
-_DATA_FILE = re.compile(r"rank-[0-9]{5}\.safetensors")
+_DATA_FILE = re.compile(r"rank-[0-9]{5}(-frozen)?\.safetensors")
 
 
 def step_name(step: int) -> str:
@@ -40,6 +40,16 @@ def step_of(name: str) -> int | None:
 def data_name(rank: int) -> str:
     """Return the name of the data file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def frozen_data_name(rank: int) -> str:
+    """Return the name of the file for what a rank did not have to write again."""
+    return f"rank-{rank:05d}-frozen.safetensors"
+
+
+def is_frozen_data_name(name: str) -> bool:
+    """Tell whether a data file is one that later checkpoints may share."""
+    return is_data_name(name) and name.endswith("-frozen.safetensors")
 
 
 def is_data_name(name: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.errors import CheckpointDamaged
-from keepstep.store.catalog import Checkpoint, checkpoints_in
+from keepstep.store.catalog import Checkpoint, checkpoints_in, files_in
 from keepstep.store.disk import Disk
 from keepstep.store.lock import FolderLock
 from keepstep.store.pins import Pins, delete_unless_pinned, identity_of, read_pins
@@ -122,5 +122,4 @@ def _newest_whole(entries: list[Checkpoint]) -> Checkpoint | None:
 
 def _bytes_alone(path: Path) -> int:
     """Return the bytes that a delete frees: a file with another name elsewhere frees none."""
-    facts = [file.lstat() for file in path.iterdir()] if path.is_dir() else []
-    return sum(fact.st_size for fact in facts if fact.st_nlink == 1)
+    return sum(fact.st_size for fact in files_in(path) if fact.st_nlink == 1)

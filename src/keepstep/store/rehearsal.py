@@ -25,9 +25,10 @@ from keepstep.errors import CannotSave
 from keepstep.store import commit
 from keepstep.store.catalog import checkpoints_in, look_at
 from keepstep.store.disk import Disk
-from keepstep.store.layout import rehearsal_name, step_name
-from keepstep.store.manifest import Facts
+from keepstep.store.layout import is_frozen_data_name, rehearsal_name, step_name
+from keepstep.store.manifest import Facts, Manifest
 from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.unchanged import Unchanged
 from keepstep.store.verify import verify
 
 if TYPE_CHECKING:
@@ -69,14 +70,15 @@ def rehearse(
     *,
     folder: Path,
     keep_last_n: int,
+    newest: Manifest | None,
     bytes_to_come: int,
     disk: Disk,
     ranks: Ranks,
 ) -> Room:
     """Rehearse a save of what `take` takes; CannotSave, on all ranks, says what is wrong.
 
-    A line that has a checkpoint (`facts.parent`) has been saved here: then only the room is looked
-    at, and one more must fit. ``bytes_to_come``: what the state will grow by.
+    A line that has a checkpoint (``newest``) has been saved here: then only the room is looked at,
+    and one more must fit. ``bytes_to_come``: what the state will grow by.
     """
     taken: list[tuple[Facts, Snapshot]] = []
     together(ranks, "rehearsal: state", lambda: taken.append(take()))
@@ -84,12 +86,12 @@ def rehearse(
     try:
         scratch = folder / first(ranks, "rehearsal: begin", lambda: _begin(folder, disk))
         try:
-            if facts.parent is None:
+            if newest is None:
                 _save_read_delete(snapshot, replace(facts, step=0), scratch, disk=disk, ranks=ranks)
-            size = _size_of(snapshot, ranks) + bytes_to_come
-            found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n))
+            found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n, newest))
+            size = _size_of(snapshot, ranks) + bytes_to_come - found.pop("linked_bytes")
             room = Room(folder=folder, checkpoint_bytes=size, **found)
-            room.require(room.wanted if facts.parent is None else 1)
+            room.require(room.wanted if newest is None else 1)
             share = -(-size // ranks.size)
             path = scratch / f"rank-{ranks.rank}"
             reserved = together(ranks, "rehearsal: reserve", lambda: _reserve(path, share, disk))
@@ -128,6 +130,7 @@ def _save_read_delete(
         folder=scratch,
         disk=disk,
         ranks=ranks,
+        unchanged=Unchanged(ranks.rank),
         halt=threading.Event(),
         on_event=lambda _event, **_facts: None,
     )
@@ -165,13 +168,18 @@ def _size_of(snapshot: "Snapshot", ranks: Ranks) -> int:
     return tensors + len(json.dumps(snapshot.plain)) + _FILE_BYTES * (ranks.size + 1)
 
 
-def _look(folder: Path, keep_last_n: int) -> dict[str, Any]:
-    """Return what is free, and how many more are to be kept, with the one that is being saved."""
+def _look(folder: Path, keep_last_n: int, newest: Manifest | None) -> dict[str, Any]:
+    """Return what is free, how many more are to be kept, and what the next takes from the newest.
+
+    The one that is being saved counts among those to be kept.
+    """
     facts, standing = os.statvfs(folder), len(checkpoints_in(folder))
     # Some have no size of their own, such as a tmpfs without a limit.
     free = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
     wanted = max(1, keep_last_n + 1 - standing) if keep_last_n else 1
-    return {"free_bytes": free, "wanted": wanted}
+    files = newest.files if newest is not None else ()
+    linked = sum(file.size for file in files if is_frozen_data_name(file.name))
+    return {"free_bytes": free, "wanted": wanted, "linked_bytes": linked}
 
 
 def _reserve(path: Path, count: int, disk: Disk) -> bool:

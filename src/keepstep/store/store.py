@@ -56,8 +56,8 @@ class Store:
 
     With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
-    `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry,
-    set_aside, deleted, best_gone, housekeeping_failed.
+    `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry, set_aside,
+    written_anew, deleted, best_gone, housekeeping_failed.
     """
 
     def __init__(
@@ -202,6 +202,8 @@ class Store:
             ranks=self._ranks,
             on_event=self._on_event,
         )
+        writer = self._make_writer()
+        together(self._ranks, "restore: follow", lambda: writer.follow(manifest))
         self._point_links()
         return Restored(
             path=self.folder / step_name(manifest.step),
@@ -287,6 +289,7 @@ class Store:
             lambda: self._take(state, 0, facts),
             folder=self.folder,
             keep_last_n=self.policy.keep_last_n,
+            newest=self._line.newest,
             bytes_to_come=bytes_to_come,
             disk=self._disk,
             ranks=self._ranks,

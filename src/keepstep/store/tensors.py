@@ -46,7 +46,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ def merge(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
         pieces = entry.pieces if earlier is None else earlier.pieces + entry.pieces
         found[entry.name] = replace(entry, pieces=pieces)
     return tuple(
-        sorted(found.values(), key=lambda e: _file_order(e.name, _DTYPES[e.dtype].itemsize))
+        sorted(found.values(), key=lambda e: _file_order(e.name, DTYPES[e.dtype].itemsize))
     )
 
 
@@ -263,7 +263,7 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
 
 def read_tensor(folder: Path, entry: TensorEntry, place: Place | None = None) -> torch.Tensor:
     """Return a tensor, or the part of it that `place` wants, every piece read and verified."""
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointDamaged(f"{entry.name} has an unknown type {entry.dtype!r}")
     stored = sum(piece.end - piece.start for piece in entry.pieces)

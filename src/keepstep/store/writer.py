@@ -23,12 +23,13 @@ from keepstep.store.facts import Saved
 from keepstep.store.layout import step_name
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
-from keepstep.store.manifest import Facts
+from keepstep.store.manifest import Facts, Manifest
 from keepstep.store.pending import Pending
 from keepstep.store.ranks import Ranks, first, together
 from keepstep.store.retention import Retention
 from keepstep.store.staging import Arena, Cut
 from keepstep.store.tensors import Snapshot
+from keepstep.store.unchanged import Unchanged
 
 _ABANDON_SECONDS = 5.0
 """How long a writer that was told to give up may take; a system call cannot be interrupted."""
@@ -61,11 +62,16 @@ class Writer:
         self._unheard: Saved | None = None
         self._apart: Ranks | None = None
         self._arena = Arena()
+        self._unchanged = Unchanged(ranks.rank)
 
     @property
     def is_saving(self) -> bool:
         """Whether there is a save in flight, or one that nobody has collected yet."""
         return self._pending is not None or self._unheard is not None
+
+    def follow(self, manifest: Manifest) -> None:
+        """Save from here on what differs from this checkpoint, which was read and verified."""
+        self._unchanged.restored(self._folder / step_name(manifest.step), manifest)
 
     def save_now(self, snapshot: Snapshot, facts: Facts, *, started: float) -> Saved:
         """Return when the checkpoint is durable. ``started``: when the save was called for."""
@@ -157,6 +163,7 @@ class Writer:
         manifest, new = commit_with_retries(
             snapshot,
             facts,
+            unchanged=self._unchanged,
             folder=self._folder,
             newest=self._line.newest,
             retries=self._retries,
