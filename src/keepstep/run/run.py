@@ -111,6 +111,7 @@ class Run:
             best_metric=self.config.evaluation.metric,
             best_mode=self.config.evaluation.mode,
             save_retries=config.save_retries,
+            layout=config.layout,
             disk=self.disk,
             on_event=self._on_store_event,
         )
@@ -202,7 +203,7 @@ class Run:
             step=counters.step if counters else 0,
             updates=counters.updates if counters else 0,
             reason=reason,
-            checkpoint=f"step_{newest.step}" if newest is not None else None,
+            checkpoint=newest.name if newest is not None else None,
             code=code,
         )
 

@@ -71,7 +71,7 @@ def commit(
         written = together(
             ranks, "save: write", lambda: _write(snapshot, staging, ranks, disk, halt)
         )
-        _require_alike(written)
+        require_alike(written)
         on_event("written", step=facts.step)
         told = first(ranks, "save: commit", make_visible)
     except BaseException as error:
@@ -91,7 +91,7 @@ def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
     return staging.name
 
 
-def _require_alike(written: list[dict[str, Any]]) -> None:
+def require_alike(written: list[dict[str, Any]]) -> None:
     """Raise where the ranks do not save the same state: a part of it would be another's."""
     differing = [n for n, one in enumerate(written) if one["state"] != written[0]["state"]]
     if differing:

@@ -108,7 +108,10 @@ def delete_unless_pinned(folder: Path, entry: Checkpoint, *, disk: Disk) -> bool
         if entry.manifest is not None and identity_of(entry.manifest) in read_pins(folder):
             return False
         trash = commit.hide(entry.path, into=folder, disk=disk)
-    disk.remove_tree(trash)
+    if trash.is_dir():
+        disk.remove_tree(trash)
+    else:
+        disk.unlink(trash)
     return True
 
 

@@ -117,5 +117,6 @@ def _newest_whole(entries: list[Checkpoint]) -> Checkpoint | None:
 
 def _bytes_alone(path: Path) -> int:
     """Return the bytes that a delete frees: a file with another name elsewhere frees none."""
-    facts = [file.lstat() for file in path.iterdir()] if path.is_dir() else []
+    files = path.iterdir() if path.is_dir() else [path]
+    facts = [file.lstat() for file in files if file.is_file()]
     return sum(fact.st_size for fact in facts if fact.st_nlink == 1)

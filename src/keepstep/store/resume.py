@@ -7,15 +7,17 @@ named with its fault; where something is there and nothing is whole, nothing is 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun
+from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
+from keepstep.store.layout import BEST_FILE, LATEST_FILE, is_file_name
+from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
-from keepstep.store.ranks import Ranks, first
+from keepstep.store.ranks import Ranks, first, together
 
 _NOTHING = "(nothing)"
 Like = Callable[[str, tuple[int, ...]], Any]
@@ -70,43 +72,73 @@ def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
     return found
 
 
+def check_choice(
+    found: Sequence[Checkpoint],
+    choice: Literal["newest", "fresh"] | int,
+    *,
+    must_match: Mapping[str, Any] | None,
+    run_id: str | None,
+    folder: Path,
+    ranks: Ranks,
+) -> None:
+    """Raise where a folder is not one for that choice, or not this run's; see `Store.restore`."""
+    if not found:
+        if isinstance(choice, int):
+            raise NotFound(f"{folder} holds no checkpoint, so none of step {choice}")
+        return
+    if choice == "fresh":
+        raise UsageError(
+            f"{folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
+            hint="Choose a new folder, or move the checkpoints away.",
+        )
+    # Before gigabytes are read, and before anything is said about another run's checkpoints.
+    _check_one_run(found, folder=folder, run_id=run_id)
+    together(
+        ranks,
+        "restore: identity",
+        lambda: _check_identity(found, must_match, folder=folder),
+    )
+
+
 def choose(
     found: Sequence[Checkpoint],
     *,
     step: int | None,
     ranks: Ranks,
     like: Like | None,
-) -> tuple[Manifest, dict[str, Any], tuple[Skipped, ...]]:
+) -> tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]:
     """Return the manifest and the verified state of the newest whole checkpoint, or of `step`.
 
     Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
     every rank can.
     """
     from keepstep.store.shards import place_like
-    from keepstep.store.tensors import read_state
 
     def place_of(name: str, shape: tuple[int, ...]) -> Any:
         model = like(name, shape) if like is not None else None
         return place_like(model) if model is not None else None
 
     def read(path: Path, manifest: Manifest) -> dict[str, Any]:
-        return read_state(path, manifest, place_of=place_of)
+        return read_checkpoint(path, manifest, place_of=place_of)
 
     wanted = [entry for entry in found if step is None or entry.step == step]
     if not wanted:
         names = ", ".join(entry.name for entry in found)
         raise NotFound(f"there is no checkpoint of step {step}; there are {names}")
     skipped: list[Skipped] = []
-    whole: tuple[Manifest, dict[str, Any]] | None = None
+    whole: tuple[Checkpoint, Manifest, dict[str, Any]] | None = None
     for entry in reversed(wanted):
         if entry.manifest is None:
             skipped.append(Skipped(name=entry.name, fault=entry.fault))
+        elif whole is None and entry.name == BEST_FILE and step is None:
+            hint = f"whole or not, a run goes on from it only as a copy named {LATEST_FILE}"
+            skipped.append(Skipped(name=entry.name, fault=hint))
         elif whole is None:
             state, fault = _read_together(entry, ranks, read)
             if fault:
                 skipped.append(Skipped(name=entry.name, fault=fault))
             else:
-                whole = entry.manifest, state
+                whole = entry, entry.manifest, state
     if whole is None:
         faults = "\n".join(f"  {item.name}: {item.fault}" for item in skipped)
         raise CheckpointDamaged(
@@ -130,7 +162,7 @@ def _read_together(
     return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
 
 
-def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:
+def _check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:
     """Raise OtherRun where the folder mixes checkpoints of several runs, or holds another run's.
 
     ``run_id``: which run an earlier session in the run's folder was, if one is known. Two runs of
@@ -154,7 +186,7 @@ def check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | No
         )
 
 
-def check_identity(
+def _check_identity(
     found: Sequence[Checkpoint], wanted: Mapping[str, Any] | None, *, folder: Path
 ) -> None:
     """Raise OtherRun with the difference where the newest checkpoint belongs to another config."""
@@ -178,15 +210,38 @@ def check_identity(
 
 
 def set_aside_others(
-    found: Sequence[Checkpoint], chosen: Manifest, disk: Disk, on_event: Callable[..., None]
+    found: Sequence[Checkpoint], chosen: Checkpoint, disk: Disk, on_event: Callable[..., None]
 ) -> list[str]:
-    """Move aside what the chosen one does not follow from, damaged or later; return its names."""
+    """Move aside what the chosen one does not follow from, damaged or later; return its names.
+
+    A file that stands alone as `latest.pth` or `best.pth` gets its step's name: retention is about
+    those, and the next save takes the other.
+    """
+    assert chosen.manifest is not None, "only a whole checkpoint is chosen"
     others = [
         entry
         for entry in found
-        if entry.step != chosen.step
-        and (entry.manifest is None or entry.manifest.sequence > chosen.sequence)
+        if entry is not chosen
+        and (entry.manifest is None or entry.manifest.sequence >= chosen.manifest.sequence)
     ]
     for entry in others:
         on_event("set_aside", name=entry.name, new_name=set_aside(entry.path, disk=disk))
+    for entry in found:
+        if entry in others or entry.manifest is None or entry.name == entry.manifest.name:
+            continue
+        named = entry.path.with_name(entry.manifest.name)
+        if not named.exists():
+            disk.rename(entry.path, named)
+            disk.sync_folder(named.parent)
     return [entry.name for entry in others]
+
+
+def check_layout(found: Sequence[Checkpoint], *, files: bool, folder: Path) -> None:
+    """Raise UsageError where a folder holds checkpoints of the other layout."""
+    other = next((entry for entry in found if is_file_name(entry.name) != files), None)
+    if other is not None:
+        mine, theirs = ("files", "folders") if files else ("folders", "files")
+        raise UsageError(
+            f"{folder} holds checkpoints in {theirs} ({other.name}), and the layout is {mine}",
+            hint=f"Continue that run with the layout {theirs}, or choose a new folder.",
+        )

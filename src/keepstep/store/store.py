@@ -1,8 +1,8 @@
 """Crash-safe, verified checkpoints in a folder: save, restore, keep, delete.
 
 Invariants:
-1. A folder named `step_N` is a whole checkpoint, or was one until something outside damaged it:
-   it gets that name by one rename, after everything in it is durable.
+1. What is named `step_N`, or `steps_N.pth`, is a whole checkpoint, or was one until something
+   outside damaged it: it gets that name by one rename, after everything in it is durable.
 2. `save` returns after the rename is durable, and not before; with `wait=False` it returns at the
    cut, and `collect` or the next call returns after the rename, or raises why there is none.
 3. Nothing that has a committed name is ever written to again; it is renamed aside or to trash.
@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from keepstep.errors import CheckpointDamaged, NotFound, UsageError
-from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
+from keepstep.errors import UsageError
+from keepstep.store.catalog import Checkpoint, checkpoints_in, sequence_of
 from keepstep.store.disk import Disk
 from keepstep.store.facts import GivenFacts, Saved, checked
-from keepstep.store.layout import LOCK_NAME, step_name
+from keepstep.store.layout import LOCK_NAME
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Facts, Manifest
@@ -28,8 +28,8 @@ from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.resume import (
     Like,
     Restored,
-    check_identity,
-    check_one_run,
+    check_choice,
+    check_layout,
     choose,
     look_together,
     set_aside_others,
@@ -53,6 +53,7 @@ class Store:
     """The checkpoints of one run, in `folder`; open it for a session with `with` or `open`.
 
     With several `ranks` every method is called by all of them, and each raises on all or on none.
+    `layout`: a folder for each checkpoint, or one `.pth` file, which holds sharded tensors whole.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
     deleted, best_gone, housekeeping_failed.
@@ -70,6 +71,7 @@ class Store:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
+        layout: Literal["folders", "files"] = "folders",
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -91,6 +93,7 @@ class Store:
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
         self._save_retries = save_retries
+        self._files = layout == "files"
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -179,47 +182,44 @@ class Store:
         self._ranks.meet("restore")
         self.open()
         found = look_together(self.folder, self._ranks)
+        check_layout(found, files=self._files, folder=self.folder)
+        check_choice(
+            found,
+            choice,
+            must_match=must_match,
+            run_id=run_id,
+            folder=self.folder,
+            ranks=self._ranks,
+        )
         if not found:
-            if isinstance(choice, int):
-                raise NotFound(f"{self.folder} holds no checkpoint, so none of step {choice}")
             self._make_ready_to_save()
             return None
-        if choice == "fresh":
-            raise UsageError(
-                f"{self.folder} holds {len(found)} checkpoints; a fresh start needs an empty one",
-                hint="Choose a new folder, or move the checkpoints away.",
-            )
-        # Before gigabytes are read, and before anything is said about another run's checkpoints.
-        check_one_run(found, folder=self.folder, run_id=run_id)
-        together(
-            self._ranks,
-            "restore: identity",
-            lambda: check_identity(found, must_match, folder=self.folder),
-        )
-        manifest, state, skipped = choose(
+        entry, manifest, state, skipped = choose(
             found,
             step=choice if isinstance(choice, int) else None,
             ranks=self._ranks,
             like=like,
         )
         self._make_ready_to_save()
-        set_aside = self._take_up(found, manifest)
+        set_aside = self._take_up(found, entry, manifest)
         return Restored(
-            path=self.folder / step_name(manifest.step),
+            path=self.folder / manifest.name,
             manifest=manifest,
             state=state,
             skipped=skipped,
             set_aside=tuple(set_aside),
         )
 
-    def _take_up(self, found: list[Checkpoint], manifest: Manifest) -> list[str]:
+    def _take_up(
+        self, found: list[Checkpoint], chosen: Checkpoint, manifest: Manifest
+    ) -> list[str]:
         """Become the session that follows a checkpoint; return the names of what was set aside."""
         self._line.run_id = manifest.run_id
         self._line.newest = manifest
         set_aside: list[str] = first(
             self._ranks,
             "restore: set aside",
-            lambda: set_aside_others(found, manifest, self._disk, self._on_event),
+            lambda: set_aside_others(found, chosen, self._disk, self._on_event),
         )
         kept = [c.manifest for c in found if c.manifest and c.name not in set_aside]
         gone = self._line.best.restore(manifest, kept, must_stand=self.policy.keep_best_n > 0)
@@ -272,8 +272,11 @@ class Store:
 
         ``facts``: see `GivenFacts`.
         """
+        from keepstep.store.file_commit import gather_whole
         from keepstep.store.tensors import take_apart
 
+        if self._files and not wait:
+            raise UsageError("a checkpoint of one file cannot be written while training goes on")
         self._join()
         self._ranks.meet(f"the save of step {step}")
         self.open()
@@ -297,7 +300,8 @@ class Store:
         known, snapshot, cut = taken[0]
         self._on_event("snapshot", step=step)
         if cut is None:
-            return writer.save_now(snapshot, known, started=started)
+            content = gather_whole(state, snapshot, self._ranks) if self._files else snapshot
+            return writer.save_now(content, known, started=started)
         writer.save_later(cut, known, started=started)
         return None
 
@@ -315,6 +319,7 @@ class Store:
                 disk=self._disk,
                 ranks=self._ranks,
                 on_event=self._on_event,
+                files=self._files,
             )
         return self._writer
 
@@ -346,7 +351,7 @@ class Store:
         """
         self._join()
         before = self.best
-        sequence = first(self._ranks, "best", lambda: self._sequence_of(step))
+        sequence = first(self._ranks, "best", lambda: sequence_of(self.folder, step))
         self._line.best.best = self._line.best.after(metrics, sequence=sequence, step=step)
         self._point_links()
         return self.best != before
@@ -382,12 +387,6 @@ class Store:
             first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
             self._line.run_id = first(self._ranks, "run id", lambda: self.run_id)
             self._ready_to_save = True
-
-    def _sequence_of(self, step: int) -> int:
-        entry = look_at(self.folder / step_name(step))
-        if entry.manifest is None:
-            raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
-        return entry.manifest.sequence
 
     def _point_links(self) -> None:
         writer = self._make_writer()

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from keepstep.errors import SaveAbandoned
-from keepstep.store import housekeeping
+from keepstep.store import commit, housekeeping
 from keepstep.store.attempts import commit_with_retries
 from keepstep.store.disk import Disk
 from keepstep.store.facts import Saved
-from keepstep.store.layout import step_name
+from keepstep.store.file_commit import commit_file, point_files
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Facts
@@ -48,8 +49,10 @@ class Writer:
         disk: Disk,
         ranks: Ranks,
         on_event: Callable[..., None],
+        files: bool = False,
     ) -> None:
         self._folder = folder
+        self._files = files
         self._line = line
         self._policy = policy
         self._retries = retries
@@ -67,8 +70,11 @@ class Writer:
         """Whether there is a save in flight, or one that nobody has collected yet."""
         return self._pending is not None or self._unheard is not None
 
-    def save_now(self, snapshot: Snapshot, facts: Facts, *, started: float) -> Saved:
-        """Return when the checkpoint is durable. ``started``: when the save was called for."""
+    def save_now(self, snapshot: Any, facts: Facts, *, started: float) -> Saved:
+        """Return when the checkpoint is durable. ``started``: when the save was called for.
+
+        ``snapshot``: what the layout's commit takes, a `Snapshot` or the whole state.
+        """
         return self._write(snapshot, facts, started, self._ranks, threading.Event(), self._on_event)
 
     def cut(self, snapshot: Snapshot, copy_now: bool | Collection[str]) -> Cut:
@@ -139,13 +145,14 @@ class Writer:
             self._folder,
             newest=self._line.newest,
             best=self._line.best.best,
+            point=point_files if self._files else commit.point_links,
             disk=self._disk,
             on_event=tell,
         )
 
     def _write(
         self,
-        snapshot: Snapshot,
+        snapshot: Any,
         facts: Facts,
         started: float,
         ranks: Ranks,
@@ -157,6 +164,7 @@ class Writer:
         manifest, new = commit_with_retries(
             snapshot,
             facts,
+            commit=commit_file if self._files else commit.commit,
             folder=self._folder,
             newest=self._line.newest,
             retries=self._retries,
@@ -166,7 +174,7 @@ class Writer:
             on_event=tell,
         )
         saved = Saved(
-            path=self._folder / step_name(facts.step),
+            path=self._folder / manifest.name,
             manifest=manifest,
             new=new,
             seconds=time.monotonic() - started,
