@@ -169,9 +169,11 @@ def test_ranks_that_meet_in_different_exchanges_all_raise(tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
-def test_ranks_that_hold_another_plain_state_are_refused(tmp_path):
+@pytest.mark.parametrize("layout", ["folders", "files"])
+def test_ranks_that_hold_another_plain_state_are_refused(tmp_path, layout):
     code = SAVE.replace("state.capture()", "{**state.capture(), 'extra': group.rank}")
-    ended = run_code(2, BEGIN + code + END, tmp_path, "", "2")
+    begin = BEGIN.replace("keep_last_n=0", f'keep_last_n=0, layout="{layout}"')
+    ended = run_code(2, begin + code + END, tmp_path, "", "2")
     assert all(exit_code != 0 for exit_code, _ in ended), ended
     assert all("ranks [1] hold another plain state" in output for _, output in ended), ended
     assert list_checkpoints(tmp_path) == []

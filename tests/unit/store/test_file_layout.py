@@ -249,6 +249,19 @@ def test_files_that_are_not_ours_are_never_touched(tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+def test_what_somebody_put_in_the_place_of_a_name_is_set_aside_and_not_lost(tmp_path):
+    train(tmp_path, until=3)
+    with make_store(tmp_path) as store:
+        store.restore()
+        for name in ("latest.pth", "best.pth"):
+            (tmp_path / name).unlink()
+            (tmp_path / name).write_text(f"mine, {name}")
+        save(store, 4)
+    for name in ("latest.pth", "best.pth"):
+        assert (tmp_path / "aside" / name).read_text() == f"mine, {name}"
+        assert same_file(tmp_path / name, tmp_path / "steps_4.pth")
+
+
 def operations_of_the_last_save(folder: Path, **more) -> list[tuple[str, str]]:
     """The save of the best: data, commit, both names, the delete of an older one."""
     train(folder, until=BEST - 1, keep_last_n=1)
