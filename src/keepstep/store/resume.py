@@ -107,7 +107,7 @@ def choose(
     ranks: Ranks,
     like: Like | None,
 ) -> tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]:
-    """Return the manifest and the verified state of the newest whole checkpoint, or of `step`.
+    """Return the newest whole checkpoint, or that of `step`: itself, manifest, verified state.
 
     Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
     every rank can.
