@@ -349,3 +349,12 @@ def test_bytes_that_the_disk_changes_while_they_are_written_never_get_the_name(t
         with pytest.raises(SaveFailed, match="is not what was written"):
             save(store, 2)
     assert names(tmp_path) == ["best.pth", "latest.pth", "steps_1.pth"]
+
+
+def test_a_file_under_the_name_of_another_step_is_no_checkpoint_of_it(tmp_path):
+    train(tmp_path, until=2)
+    shutil.copy(tmp_path / "steps_2.pth", tmp_path / "steps_9.pth")
+    found = {entry.name: entry.fault for entry in list_checkpoints(tmp_path)}
+    assert found == {"steps_1.pth": "", "steps_2.pth": "", "steps_9.pth": "it holds step 2"}
+    with make_store(tmp_path) as store:
+        assert store.restore().path.name == "steps_2.pth"
