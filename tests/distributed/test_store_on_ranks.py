@@ -121,6 +121,22 @@ def test_any_number_of_ranks_reads_what_any_other_wrote_bit_for_bit(saved, tmp_p
         assert (value == two["model"][name]).all()
 
 
+def test_sharded_tensors_stand_whole_in_one_file_and_come_back_sharded(tmp_path):
+    begin = BEGIN.replace("keep_last_n=0", 'keep_last_n=0, layout="files"')
+    results = []
+    for code in (SAVE, LOAD):
+        ended = run_code(2, begin + code + END, tmp_path, "", "2")
+        assert all(exit_code == 0 for exit_code, _ in ended), ended
+        results += [json.loads(text.split("RESULT ")[1].splitlines()[0]) for _, text in ended]
+    assert all(found == results[0] for found in results)
+    entries = list_checkpoints(tmp_path)
+    assert [entry.name for entry in entries] == ["steps_2.pth", "steps_3.pth"]
+    for entry in entries:
+        model = load_state(entry.path)["model"]
+        for name, value in model.items():
+            assert value.tolist() == results[0][f"model.{name}"]
+
+
 def test_of_copies_one_is_written_and_the_bytes_are_spread(tmp_path):
     run(2, SAVE, tmp_path)
     (entry,) = list_checkpoints(tmp_path)
@@ -153,9 +169,11 @@ def test_ranks_that_meet_in_different_exchanges_all_raise(tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
-def test_ranks_that_hold_another_plain_state_are_refused(tmp_path):
+@pytest.mark.parametrize("layout", ["folders", "files"])
+def test_ranks_that_hold_another_plain_state_are_refused(tmp_path, layout):
     code = SAVE.replace("state.capture()", "{**state.capture(), 'extra': group.rank}")
-    ended = run_code(2, BEGIN + code + END, tmp_path, "", "2")
+    begin = BEGIN.replace("keep_last_n=0", f'keep_last_n=0, layout="{layout}"')
+    ended = run_code(2, begin + code + END, tmp_path, "", "2")
     assert all(exit_code != 0 for exit_code, _ in ended), ended
     assert all("ranks [1] hold another plain state" in output for _, output in ended), ended
     assert list_checkpoints(tmp_path) == []

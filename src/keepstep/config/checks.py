@@ -131,6 +131,12 @@ def _checkpoint(config: Config) -> _Found:
     wish = checkpoint.on_resume
     if wish not in ("newest", "fresh") and not (wish.isascii() and wish.isdecimal()):
         yield "checkpoint.on_resume", f"must be newest, fresh or a step number, not {wish!r}"
+    if checkpoint.layout == "files" and checkpoint.async_mode != "disabled":
+        yield (
+            "checkpoint.async_mode",
+            f"{checkpoint.async_mode!r} needs checkpoint.layout = 'folders': one file is written"
+            " while training waits",
+        )
     window = checkpoint.dyn_ckpt_window
     if window is None:
         return

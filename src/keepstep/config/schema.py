@@ -140,6 +140,8 @@ class CheckpointConfig:
 
     dir: str = ""
     """Folder of the checkpoints. Empty: `checkpoints` in the run's folder."""
+    layout: Literal["folders", "files"] = "folders"
+    """files: one `.pth` a checkpoint, beside `latest.pth` and `best.pth`; ranks gather it whole."""
     interval: int = 100
     """Steps between scheduled saves; 0 saves only at the end."""
     keep_last_n: int = 2

@@ -114,6 +114,7 @@ class Run:
             best_mode=self.config.evaluation.mode,
             save_retries=config.save_retries,
             commit_method=config.commit_method,
+            layout=config.layout,
             disk=self.disk,
             on_event=self._on_store_event,
         )
@@ -228,7 +229,7 @@ class Run:
             step=counters.step if counters else 0,
             updates=counters.updates if counters else 0,
             reason=reason,
-            checkpoint=f"step_{newest.step}" if newest is not None else None,
+            checkpoint=newest.name if newest is not None else None,
             code=code,
         )
 

@@ -9,26 +9,21 @@ import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from keepstep.errors import SaveAbandoned, SaveFailed
-from keepstep.store.commit import commit
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import Facts, Manifest
 from keepstep.store.ranks import Ranks
-
-if TYPE_CHECKING:
-    from keepstep.store.tensors import Snapshot
-    from keepstep.store.unchanged import Unchanged
 
 _BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
 
 
 def commit_with_retries(
-    snapshot: "Snapshot",
+    snapshot: Any,
     facts: Facts,
     *,
-    unchanged: "Unchanged",
+    commit: Callable[..., tuple[Manifest, bool]],
     folder: Path,
     newest: Manifest | None,
     retries: int,
@@ -39,14 +34,14 @@ def commit_with_retries(
 ) -> tuple[Manifest, bool]:
     """Commit; return the manifest, and whether it is a new one.
 
-    ``halt``: set to give up, on any rank: SaveAbandoned on all of them.
+    ``commit``: makes one attempt, from what it takes for a ``snapshot``. ``halt``: set to give up,
+    on any rank: SaveAbandoned on all of them.
     """
     for attempt in range(retries + 1):
         try:
             return commit(
                 snapshot,
                 facts,
-                unchanged=unchanged,
                 folder=folder,
                 disk=disk,
                 ranks=ranks,
@@ -66,7 +61,7 @@ def _save_failed(error: OSError, step: int, folder: Path, newest: Manifest | Non
     hint = "Mend the disk, then run the same command to continue."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Make room, then run the same command to continue."
-    name = f"step_{newest.step}" if newest is not None else "none"
+    name = newest.name if newest is not None else "none"
     return SaveFailed(
         f"step {step} could not be saved in {folder}: {error};"
         f" the newest checkpoint is {name}, and every older one is as it was",

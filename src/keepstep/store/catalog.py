@@ -1,15 +1,23 @@
-"""Which checkpoints a folder holds. Reads manifests and sizes only; needs no lock and no torch."""
+"""Which checkpoints a folder holds. Reads manifests and sizes only; needs no lock.
+
+A folder holds one layout: where there are folders of checkpoints, its `.pth` files are not ours.
+Only those need torch.
+"""
 
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, UnsafeState
+from keepstep.store.archive import fault_of
+from keepstep.store.file_read import read_facts
 from keepstep.store.layout import (
     ASIDE_NAME,
     CHECKPOINTS_NAME,
-    step_name,
+    file_step_of,
+    is_file_name,
+    plain_name,
     step_of,
     unfinished_name,
 )
@@ -20,7 +28,10 @@ _POINTER_BYTES_MAX = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder that claims to be a checkpoint: its manifest, or the fault that it has instead."""
+    """What claims to be a checkpoint: its manifest, or the fault that it has instead.
+
+    A file without a step in its name and in itself has the step -1.
+    """
 
     path: Path
     step: int
@@ -30,7 +41,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """The name of the folder or file."""
         return self.path.name
 
 
@@ -60,7 +71,9 @@ def checkpoints_in(place: Path, *, aside: bool = False) -> list[Checkpoint]:
 
 
 def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
-    """Return what stands in one checkpoint's folder; its step is -1 where it is no checkpoint."""
+    """Return what stands in one checkpoint's folder or file."""
+    if is_file_name(path.name):
+        return _look_at_file(path, aside=aside)
     # What was set aside may carry a suffix, where its name was taken.
     step = step_of(path.name.partition(".")[0] if aside else path.name)
     if step is None:
@@ -77,9 +90,10 @@ def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
 
 def sequence_of(folder: Path, step: int) -> int:
     """Return the number of the checkpoint of a step; CheckpointDamaged where it is not whole."""
-    entry = look_at(folder / step_name(step))
-    if entry.manifest is None:
-        raise CheckpointDamaged(f"{entry.path} cannot be the best: {entry.fault}")
+    entry = next((entry for entry in checkpoints_in(folder) if entry.step == step), None)
+    if entry is None or entry.manifest is None:
+        fault = "it is not there" if entry is None else entry.fault
+        raise CheckpointDamaged(f"step {step:,} in {folder} cannot be the best: {fault}")
     return entry.manifest.sequence
 
 
@@ -107,15 +121,19 @@ def pointed_at(path: Path) -> str | None:
 
 
 def files_in(path: Path) -> list[os.stat_result]:
-    """Return what the file system says of each file in a checkpoint's folder.
+    """Return what the file system says of each file of a checkpoint.
 
     Frozen weights are one file with a name in each of several checkpoints (`st_nlink`).
     """
-    return [file.lstat() for file in path.iterdir()] if path.is_dir() else []
+    if path.is_dir():
+        return [file.lstat() for file in path.iterdir()]
+    return [path.lstat()] if path.is_file() else []
 
 
 def shared_bytes(entry: Checkpoint) -> int:
-    """Return the bytes of a checkpoint that have another name too: deleting it frees none."""
+    """Return the bytes of a checkpoint's folder that another one has too: a delete frees none."""
+    if not entry.path.is_dir():
+        return 0
     return sum(fact.st_size for fact in files_in(entry.path) if fact.st_nlink > 1)
 
 
@@ -128,8 +146,52 @@ def bytes_on_disk(entries: Iterable[Checkpoint]) -> int:
 def _in_folder(place: Path, *, aside: bool) -> list[Checkpoint]:
     if not place.is_dir():
         return []
-    found = [look_at(path, aside=aside) for path in place.iterdir()]
-    return sorted((entry for entry in found if entry.step >= 0), key=_order)
+    found = [look_at(path, aside=aside) for path in place.iterdir() if _is_folder_name(path.name)]
+    found = [entry for entry in found if entry.step >= 0]
+    return sorted(found or _files_in(place, aside=aside), key=_order)
+
+
+def _is_folder_name(name: str) -> bool:
+    return step_of(name.partition(".")[0]) is not None
+
+
+def _files_in(place: Path, *, aside: bool) -> list[Checkpoint]:
+    """Return the checkpoints of one file; `latest.pth` and `best.pth` where they are no other's."""
+    paths = [path for path in place.iterdir() if is_file_name(path.name)]
+    named = [path for path in paths if file_step_of(plain_name(path.name)) is not None]
+    found = [look_at(path, aside=aside) for path in named]
+    roles = [path for path in paths if path not in named]
+    alone = [path for path in roles if not any(is_copy(path, entry) for entry in found)]
+    return found + [look_at(path, aside=aside) for path in alone]
+
+
+def is_copy(path: Path, entry: Checkpoint) -> bool:
+    """Tell whether a file is another name of a checkpoint, or one of two copies, both whole."""
+    try:
+        if path.samefile(entry.path):
+            return True
+    except FileNotFoundError:
+        return False
+    if entry.manifest is None or look_at(path).manifest != entry.manifest:
+        return False
+    return fault_of(path) is None and fault_of(entry.path) is None
+
+
+def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:
+    step = file_step_of(plain_name(path.name))
+    try:
+        manifest = read_facts(path)
+        if step is None or step == manifest.step:
+            return Checkpoint(
+                path=path, step=manifest.step, manifest=manifest, fault="", aside=aside
+            )
+        fault = f"it holds step {manifest.step:,}"
+    except (CheckpointDamaged, UnsafeState) as error:
+        fault = error.message
+    except OSError as error:
+        fault = str(error)
+    step = -1 if step is None else step
+    return Checkpoint(path=path, step=step, manifest=None, fault=fault, aside=aside)
 
 
 def _order(checkpoint: Checkpoint) -> tuple[int, int]:

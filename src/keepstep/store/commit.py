@@ -85,7 +85,7 @@ def commit(
             "save: write",
             lambda: _write(snapshot, staging, unchanged, disk, halt, on_event),
         )
-        _require_alike(written)
+        require_alike(written)
         on_event("written", step=facts.step)
         told = first(ranks, "save: commit", make_visible)
     except BaseException as error:
@@ -150,7 +150,7 @@ def _show(path: Path, disk: Disk) -> None:
     _sync_or(lambda: _hide_in_place(path, disk), path.parent, disk)
 
 
-def _require_alike(written: list[dict[str, Any]]) -> None:
+def require_alike(written: list[dict[str, Any]]) -> None:
     """Raise where the ranks do not save the same state: a part of it would be another's."""
     differing = [n for n, one in enumerate(written) if one["state"] != written[0]["state"]]
     if differing:
@@ -314,7 +314,7 @@ def hide(path: Path, *, into: Path, disk: Disk) -> Path:
 
     ``into``: the folder of the checkpoints, where it goes if it can be renamed.
     """
-    if disk.methods.commit == "manifest-last":
+    if disk.methods.commit == "manifest-last" and path.is_dir():
         _hide_in_place(path, disk)
         return path
     trash = into / trash_name()
@@ -329,6 +329,8 @@ def remove(path: Path, *, disk: Disk) -> None:
     """Remove what `hide` has hidden; after a crash the rest is a leftover, or still hidden."""
     if path.is_dir():
         disk.remove_tree(path)
+    elif path.is_file():
+        disk.unlink(path)
     if is_hidden(path):
         # Else a power cut could leave some of it, and not what hides it.
         disk.sync_folder(path.parent)

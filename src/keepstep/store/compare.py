@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, UsageError
 from keepstep.store.catalog import Checkpoint
 from keepstep.store.manifest import Manifest, Piece, TensorEntry, digest_of
 from keepstep.store.plain import TensorReference, decode
@@ -73,6 +73,11 @@ def compare(one: Checkpoint, other: Checkpoint, *, values: bool = False) -> Diff
 def _manifest(checkpoint: Checkpoint) -> Manifest:
     if checkpoint.manifest is None:
         raise CheckpointDamaged(f"{checkpoint.path}: {checkpoint.fault}")
+    if checkpoint.manifest.is_file:
+        raise UsageError(
+            f"{checkpoint.path} is one file, without the digests by which checkpoints are compared",
+            hint="Only checkpoints in folders can be compared.",
+        )
     return checkpoint.manifest
 
 

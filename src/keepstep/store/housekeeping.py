@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.errors import CheckpointDamaged, Locked
-from keepstep.store import commit
 from keepstep.store.catalog import checkpoints_in
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import Best, Manifest
@@ -21,12 +20,13 @@ def point_links(
     *,
     newest: Manifest | None,
     best: Best | None,
+    point: Callable[..., None],
     disk: Disk,
     on_event: Callable[..., None],
 ) -> None:
     """Point `latest` and `best`; where that fails it is told: nothing but people needs them."""
     try:
-        commit.point_links(
+        point(
             folder,
             latest=newest.step if newest is not None else None,
             best=best.step if best is not None else None,

@@ -14,16 +14,20 @@ JOURNAL_NAME = "journal.jsonl"
 OUTCOME_NAME = "outcome.json"
 LATEST_NAME = "latest"
 BEST_NAME = "best"
+LATEST_FILE = "latest.pth"
+BEST_FILE = "best.pth"
 PINS_NAME = "pins.json"
 PINS_LOCK_NAME = "pins.lock"
 MOVING_NAME = ".moving-to"
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+_STEPS_FILE = re.compile(r"steps_([0-9]+)\.pth")
 _LEFTOVER = re.compile(
     r"\.(?:staging-[0-9]+|trash|probe|rehearsal)-[0-9a-f]{16}|\.[A-Za-z0-9_.-]+-[0-9a-f]{16}\.tmp"
 )
 _UNFINISHED = re.compile(r"\.unfinished-(step_(?:0|[1-9][0-9]*)(?:\.[0-9]+)?)")
 _DATA_FILE = re.compile(r"rank-[0-9]{5}(-frozen)?\.safetensors")
+_NUMBER = re.compile(r"\.[0-9]+$")
 
 
 def step_name(step: int) -> str:
@@ -35,6 +39,28 @@ def step_of(name: str) -> int | None:
     """Return the step that a folder's name stands for, or None if it is not a checkpoint's name."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def file_name(step: int) -> str:
+    """Return the name of a step's checkpoint of one file: `steps_1200.pth`."""
+    return f"steps_{step}.pth"
+
+
+def file_step_of(name: str) -> int | None:
+    """Return the step that a file's name stands for, or None if it is not a checkpoint's name."""
+    match = _STEPS_FILE.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def is_file_name(name: str) -> bool:
+    """Tell whether a name is one of a checkpoint of one file, also where it was set aside."""
+    plain = plain_name(name)
+    return plain in (LATEST_FILE, BEST_FILE) or file_step_of(plain) is not None
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a checkpoint had before it was set aside, where its name was taken."""
+    return _NUMBER.sub("", name)
 
 
 def data_name(rank: int) -> str:

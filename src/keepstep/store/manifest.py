@@ -20,9 +20,11 @@ from typing import Any
 import xxhash
 
 from keepstep.errors import CheckpointDamaged
-from keepstep.store.layout import MANIFEST_NAME, is_data_name, step_of
+from keepstep.store.layout import MANIFEST_NAME, file_name, is_data_name, step_name, step_of
 
 FORMAT_VERSION = 1
+FILE_METHOD = "file"
+"""The commit method of a checkpoint that is one file."""
 _DIGEST_KEY = b',"digest":"'
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MANIFEST_BYTES_MAX = 1 << 30
@@ -111,6 +113,16 @@ class Manifest(Facts):
     tensors: tuple[TensorEntry, ...]
     plain: Any = field(repr=False)
     format_version: int = FORMAT_VERSION
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the checkpoint is one file, and no folder."""
+        return self.commit_method == FILE_METHOD
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint's folder or file."""
+        return file_name(self.step) if self.is_file else step_name(self.step)
 
     @property
     def size(self) -> int:

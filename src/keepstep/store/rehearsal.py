@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from keepstep.errors import CannotSave
 from keepstep.store import commit
 from keepstep.store.catalog import checkpoints_in, look_at
 from keepstep.store.disk import Disk
-from keepstep.store.layout import is_frozen_data_name, rehearsal_name, step_name
+from keepstep.store.file_commit import commit_file, point_files
+from keepstep.store.layout import file_name, is_frozen_data_name, rehearsal_name, step_name
 from keepstep.store.manifest import Facts, Manifest
 from keepstep.store.ranks import Ranks, first, together
 from keepstep.store.unchanged import Unchanged
@@ -71,6 +73,7 @@ def rehearse(
     folder: Path,
     keep_last_n: int,
     newest: Manifest | None,
+    files: bool,
     bytes_to_come: int,
     disk: Disk,
     ranks: Ranks,
@@ -87,7 +90,8 @@ def rehearse(
         scratch = folder / first(ranks, "rehearsal: begin", lambda: _begin(folder, disk))
         try:
             if newest is None:
-                _save_read_delete(snapshot, replace(facts, step=0), scratch, disk=disk, ranks=ranks)
+                facts = replace(facts, step=0)
+                _save_read_delete(snapshot, facts, scratch, files=files, disk=disk, ranks=ranks)
             found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n, newest))
             size = _size_of(snapshot, ranks) + bytes_to_come - found.pop("linked_bytes")
             room = Room(folder=folder, checkpoint_bytes=size, **found)
@@ -115,30 +119,32 @@ def _begin(folder: Path, disk: Disk) -> str:
 
 
 def _save_read_delete(
-    snapshot: "Snapshot", facts: Facts, scratch: Path, *, disk: Disk, ranks: Ranks
+    snapshot: "Snapshot", facts: Facts, scratch: Path, *, files: bool, disk: Disk, ranks: Ranks
 ) -> None:
     """Do with a small state all that is done with a checkpoint in its life."""
     chosen: list[str] = first(ranks, "rehearsal: sample", lambda: _sample(snapshot))
-    small = replace(
-        snapshot,
-        parts={name: snapshot.parts[name] for name in chosen},
-        written=snapshot.written & set(chosen),
-    )
-    commit.commit(
-        small,
+    parts = {name: snapshot.parts[name] for name in chosen}
+    save: Callable[..., object]
+    if files:
+        state = {name: part.local for name, part in parts.items()}
+        save = partial(commit_file, {"state": state, "plain": snapshot.plain})
+    else:
+        small = replace(snapshot, parts=parts, written=snapshot.written & set(chosen))
+        save = partial(commit.commit, small, unchanged=Unchanged(ranks.rank))
+    save(
         facts,
         folder=scratch,
         disk=disk,
         ranks=ranks,
-        unchanged=Unchanged(ranks.rank),
         halt=threading.Event(),
         on_event=lambda _event, **_facts: None,
     )
-    path = scratch / step_name(facts.step)
+    path = scratch / (file_name if files else step_name)(facts.step)
     together(ranks, "rehearsal: read", lambda: _read_back(path))
 
     def tidy() -> None:
-        commit.point_links(scratch, latest=facts.step, best=facts.step, disk=disk)
+        point = point_files if files else commit.point_links
+        point(scratch, latest=facts.step, best=facts.step, disk=disk)
         commit.remove(commit.hide(path, into=scratch, disk=disk), disk=disk)
 
     first(ranks, "rehearsal: delete", tidy)

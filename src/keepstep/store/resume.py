@@ -14,7 +14,9 @@ from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
+from keepstep.store.layout import BEST_FILE, LATEST_FILE, is_file_name
 from keepstep.store.line import Line
+from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
 from keepstep.store.ranks import Ranks, first, together
 
@@ -85,11 +87,13 @@ def check_choice(
     choice: Literal["newest", "fresh"] | int,
     folder: Path,
     *,
+    files: bool,
     must_match: Mapping[str, Any] | None,
     run_id: str | None,
     ranks: Ranks,
 ) -> None:
     """Raise where a folder is not one for that choice, or not this run's; see `Store.restore`."""
+    _check_layout(found, files=files, folder=folder)
     if not found:
         if isinstance(choice, int):
             raise NotFound(f"{folder} holds no checkpoint, so none of step {choice}")
@@ -114,37 +118,39 @@ def choose(
     step: int | None,
     ranks: Ranks,
     like: Like | None,
-) -> tuple[Manifest, dict[str, Any], tuple[Skipped, ...]]:
-    """Return the manifest and the verified state of the newest whole checkpoint, or of `step`.
+) -> tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]:
+    """Return the newest whole checkpoint, or that of `step`: itself, manifest, verified state.
 
     Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
     every rank can.
     """
     from keepstep.store.shards import place_like
-    from keepstep.store.tensors import read_state
 
     def place_of(name: str, shape: tuple[int, ...]) -> Any:
         model = like(name, shape) if like is not None else None
         return place_like(model) if model is not None else None
 
     def read(path: Path, manifest: Manifest) -> dict[str, Any]:
-        return read_state(path, manifest, place_of=place_of)
+        return read_checkpoint(path, manifest, place_of=place_of)
 
     wanted = [entry for entry in found if step is None or entry.step == step]
     if not wanted:
         names = ", ".join(entry.name for entry in found)
         raise NotFound(f"there is no checkpoint of step {step}; there are {names}")
     skipped: list[Skipped] = []
-    whole: tuple[Manifest, dict[str, Any]] | None = None
+    whole: tuple[Checkpoint, Manifest, dict[str, Any]] | None = None
     for entry in reversed(wanted):
         if entry.manifest is None:
             skipped.append(Skipped(name=entry.name, fault=entry.fault))
+        elif whole is None and entry.name == BEST_FILE and step is None:
+            hint = f"whole or not, a run goes on from it only as a copy named {LATEST_FILE}"
+            skipped.append(Skipped(name=entry.name, fault=hint))
         elif whole is None:
             state, fault = _read_together(entry, ranks, read)
             if fault:
                 skipped.append(Skipped(name=entry.name, fault=fault))
             else:
-                whole = entry.manifest, state
+                whole = entry, entry.manifest, state
     if whole is None:
         faults = "\n".join(f"  {item.name}: {item.fault}" for item in skipped)
         raise CheckpointDamaged(
@@ -217,7 +223,8 @@ def _check_identity(
 
 def take_up(
     found: Sequence[Checkpoint],
-    chosen: Manifest,
+    chosen: Checkpoint,
+    manifest: Manifest,
     *,
     line: Line,
     best_must_stand: bool,
@@ -226,29 +233,52 @@ def take_up(
     on_event: Callable[..., None],
 ) -> list[str]:
     """Make `line` the one that follows a checkpoint; return the names of what was set aside."""
-    line.run_id, line.newest = chosen.run_id, chosen
+    line.run_id, line.newest = manifest.run_id, manifest
     others: list[str] = first(
         ranks,
         "restore: set aside",
         lambda: _set_aside_others(found, chosen, disk, on_event),
     )
     kept = [entry.manifest for entry in found if entry.manifest and entry.name not in others]
-    gone = line.best.restore(chosen, kept, must_stand=best_must_stand)
+    gone = line.best.restore(manifest, kept, must_stand=best_must_stand)
     if gone is not None:
         on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
     return others
 
 
 def _set_aside_others(
-    found: Sequence[Checkpoint], chosen: Manifest, disk: Disk, on_event: Callable[..., None]
+    found: Sequence[Checkpoint], chosen: Checkpoint, disk: Disk, on_event: Callable[..., None]
 ) -> list[str]:
-    """Move aside what the chosen one does not follow from, damaged or later; return its names."""
+    """Move aside what the chosen one does not follow from, damaged or later; return its names.
+
+    A file that stands alone as `latest.pth` or `best.pth` gets its step's name: retention is about
+    those, and the next save takes the other.
+    """
+    assert chosen.manifest is not None, "only a whole checkpoint is chosen"
     others = [
         entry
         for entry in found
-        if entry.step != chosen.step
-        and (entry.manifest is None or entry.manifest.sequence > chosen.sequence)
+        if entry is not chosen
+        and (entry.manifest is None or entry.manifest.sequence >= chosen.manifest.sequence)
     ]
     for entry in others:
         on_event("set_aside", name=entry.name, new_name=set_aside(entry.path, disk=disk))
+    for entry in found:
+        if entry in others or entry.manifest is None or entry.name == entry.manifest.name:
+            continue
+        named = entry.path.with_name(entry.manifest.name)
+        if not named.exists():
+            disk.rename(entry.path, named)
+            disk.sync_folder(named.parent)
     return [entry.name for entry in others]
+
+
+def _check_layout(found: Sequence[Checkpoint], *, files: bool, folder: Path) -> None:
+    """Raise UsageError where a folder holds checkpoints of the other layout."""
+    other = next((entry for entry in found if is_file_name(entry.name) != files), None)
+    if other is not None:
+        mine, theirs = ("files", "folders") if files else ("folders", "files")
+        raise UsageError(
+            f"{folder} holds checkpoints in {theirs} ({other.name}), and the layout is {mine}",
+            hint=f"Continue that run with the layout {theirs}, or choose a new folder.",
+        )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.errors import NotFound
-from keepstep.store.catalog import Checkpoint, list_checkpoints, pointed_at
-from keepstep.store.layout import BEST_NAME, LATEST_NAME, step_name
+from keepstep.store.catalog import Checkpoint, is_copy, list_checkpoints, look_at, pointed_at
+from keepstep.store.layout import BEST_FILE, BEST_NAME, LATEST_NAME, step_name
 from keepstep.store.manifest import Manifest
 
 
@@ -61,6 +61,8 @@ def label_of(entry: Checkpoint) -> str:
 
 def best_sequence(folder: Path, newest: Manifest) -> int | None:
     """Return the number of the best checkpoint, given the newest one's manifest."""
+    if newest.is_file and is_copy(folder / BEST_FILE, look_at(folder / newest.name)):
+        return newest.sequence
     if pointed_at(folder / BEST_NAME) == step_name(newest.step):
         return newest.sequence
     return newest.best.sequence if newest.best is not None else None

@@ -16,7 +16,6 @@ One process (one rank 0) saves into a folder at a time: another's temporaries ar
 import errno
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import IO, Any
@@ -31,15 +30,13 @@ from keepstep.errors import (
 )
 from keepstep.store.archive import check_new, fault_in, fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
+from keepstep.store.layout import BEST_FILE, LATEST_FILE, file_step_of
 from keepstep.store.process_group import ranks_of_this_process
 from keepstep.store.ranks import first, together
 
-LATEST_FILE = "latest.pth"
-BEST_FILE = "best.pth"
 BEST_VALID_LOSS = "best_valid_loss"
 _SUFFIX = ".pth"
 _TEMPORARY_SUFFIX = ".pth.tmp"
-_STEPS_FILE = re.compile(r"steps_([0-9]+)\.pth")
 _DEADLINE_SECONDS = 600.0
 _COPY_BYTES = 4 << 20
 # What file systems say that have no hard links, or none to there.
@@ -165,7 +162,7 @@ def _save(path: Path, state: Mapping[str, Any], best: Path | None, *, disk: Disk
         check_new(temporary)
         if best is not None:
             best_temporary = attempt.temporary_of(best)
-            if not _link_or_copy(temporary, best_temporary, disk=disk):
+            if not link_or_copy(temporary, best_temporary, disk=disk):
                 check_new(best_temporary)
             attempt.put(best_temporary, best, copy_old=True)
         attempt.put(temporary, path, copy_old=False)
@@ -294,7 +291,7 @@ def _refuse_shards(value: Any, path: str) -> None:
         )
 
 
-def _link_or_copy(old: Path, new: Path, *, disk: Disk) -> bool:
+def link_or_copy(old: Path, new: Path, *, disk: Disk) -> bool:
     """Make `new` another name of a file, or a durable copy; tell whether it is a link."""
     try:
         disk.link(old, new)
@@ -324,7 +321,7 @@ def _choose(folder: Path, *, disk: Disk) -> str:
         # It is never chosen, so it stops nothing; the next save, which it would stop, says so.
         _log.warning("a leftover in %s could not be removed: %s", folder, error)
     found = {path.name for path in folder.iterdir()}
-    steps = [(int(match[1]), name) for name in found if (match := _STEPS_FILE.fullmatch(name))]
+    steps = [(step, name) for name in found if (step := file_step_of(name)) is not None]
     candidates = [LATEST_FILE, *(name for _, name in sorted(steps, reverse=True))]
     faults: list[str] = []
     for name in candidates:

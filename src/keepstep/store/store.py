@@ -1,8 +1,8 @@
 """Crash-safe, verified checkpoints in a folder: save, restore, keep, delete.
 
 Invariants:
-1. A folder named `step_N` is a whole checkpoint, or was one until something outside damaged it:
-   it gets that name by one rename, after everything in it is durable.
+1. What is named `step_N`, or `steps_N.pth`, is a whole checkpoint, or was one until something
+   outside damaged it: it gets that name by one rename, after everything in it is durable.
 2. `save` returns after the rename is durable, and not before; with `wait=False` it returns at the
    cut, and `collect` or the next call returns after the rename, or raises why there is none.
 3. Nothing that has a committed name is ever written to again; it is renamed aside or to trash.
@@ -12,29 +12,23 @@ Invariants:
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+from keepstep.store import resume
 from keepstep.store.catalog import checkpoints_in, sequence_of
 from keepstep.store.disk import Disk
 from keepstep.store.facts import GivenFacts, Saved, checked
-from keepstep.store.layout import LOCK_NAME, step_name
+from keepstep.store.layout import LOCK_NAME
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Facts, Manifest
 from keepstep.store.methods import CommitMethod
 from keepstep.store.probe import probe
 from keepstep.store.ranks import OneRank, Ranks, first, together
-from keepstep.store.resume import (
-    Like,
-    Restored,
-    check_choice,
-    choose,
-    look_together,
-    require_none,
-    take_up,
-)
+from keepstep.store.resume import Like, Restored
 from keepstep.store.retention import Retention
 from keepstep.store.sweep import sweep
 
@@ -55,9 +49,10 @@ class Store:
     """The checkpoints of one run, in `folder`; open it for a session with `with` or `open`.
 
     With several `ranks` every method is called by all of them, and each raises on all or on none.
+    `layout`: a folder for each checkpoint, or one `.pth` file, which holds sharded tensors whole.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
-    `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry, set_aside,
-    written_anew, deleted, best_gone, housekeeping_failed.
+    `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry,
+    set_aside, written_anew, deleted, best_gone, housekeeping_failed.
     """
 
     def __init__(
@@ -73,6 +68,7 @@ class Store:
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
         commit_method: Literal["auto"] | CommitMethod = "auto",
+        layout: Literal["folders", "files"] = "folders",
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -94,7 +90,8 @@ class Store:
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
         self._save_retries = save_retries
-        self._commit_method: Literal["auto"] | CommitMethod = commit_method
+        self._probe = partial(probe, self.folder, self._disk, commit_method, on_event)
+        self._files = layout == "files"
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -179,22 +176,26 @@ class Store:
         self._join()
         self._ranks.meet("restore")
         self.open()
-        found = look_together(self.folder, self._ranks)
-        check_choice(
-            found, choice, self.folder, must_match=must_match, run_id=run_id, ranks=self._ranks
+        found = resume.look_together(self.folder, self._ranks)
+        resume.check_choice(
+            found,
+            choice,
+            self.folder,
+            files=self._files,
+            must_match=must_match,
+            run_id=run_id,
+            ranks=self._ranks,
         )
         if not found:
             self._make_ready_to_save()
             return None
-        manifest, state, skipped = choose(
-            found,
-            step=choice if isinstance(choice, int) else None,
-            ranks=self._ranks,
-            like=like,
-        )
+        step = choice if isinstance(choice, int) else None
+        whole = resume.choose(found, step=step, ranks=self._ranks, like=like)
+        entry, manifest, state, skipped = whole
         self._make_ready_to_save()
-        set_aside = take_up(
+        set_aside = resume.take_up(
             found,
+            entry,
             manifest,
             line=self._line,
             best_must_stand=self.policy.keep_best_n > 0,
@@ -202,11 +203,10 @@ class Store:
             ranks=self._ranks,
             on_event=self._on_event,
         )
-        writer = self._make_writer()
-        together(self._ranks, "restore: follow", lambda: writer.follow(manifest))
+        self._make_writer().follow(manifest)
         self._point_links()
         return Restored(
-            path=self.folder / step_name(manifest.step),
+            path=self.folder / manifest.name,
             manifest=manifest,
             state=state,
             skipped=skipped,
@@ -253,9 +253,7 @@ class Store:
         meanwhile: nothing may change them before `fence` has returned, which `fence_before` sees
         to. ``copy_now`` names those that change sooner, such as large buffers, or is True for
         all. What became of the save is for `collect`; an error is raised there, or by the next
-        call. One save at a time: a second one waits for the first.
-
-        ``facts``: see `GivenFacts`.
+        call. One save at a time: a second one waits for the first. ``facts``: see `GivenFacts`.
         """
         self._prepare(f"the save of step {step}")
         started, writer = time.monotonic(), self._make_writer()
@@ -270,7 +268,7 @@ class Store:
         known, snapshot, cut = taken[0]
         self._on_event("snapshot", step=step)
         if cut is None:
-            return writer.save_now(snapshot, known, started=started)
+            return writer.save_now(state, snapshot, known, started=started)
         writer.save_later(cut, known, started=started)
         return None
 
@@ -290,6 +288,7 @@ class Store:
             folder=self.folder,
             keep_last_n=self.policy.keep_last_n,
             newest=self._line.newest,
+            files=self._files,
             bytes_to_come=bytes_to_come,
             disk=self._disk,
             ranks=self._ranks,
@@ -301,7 +300,7 @@ class Store:
         self._ranks.meet(what)
         self.open()
         if not self._ready_to_save:
-            first(self._ranks, "save: look", lambda: require_none(self.folder))
+            first(self._ranks, "save: look", lambda: resume.require_none(self.folder))
             self._make_ready_to_save()
 
     def _take(
@@ -309,8 +308,8 @@ class Store:
     ) -> tuple[Facts, "Snapshot"]:
         from keepstep.store.tensors import take_apart
 
-        known = self._line.facts(checked(step, facts), mesh=self._mesh)
-        return known, take_apart(state, self._ranks)
+        taken = take_apart(state, self._ranks)
+        return self._line.facts(checked(step, facts), mesh=self._mesh), taken
 
     def _make_writer(self) -> "Writer":
         """Return the writer. It needs torch, which a store that only looks around does not."""
@@ -326,6 +325,7 @@ class Store:
                 disk=self._disk,
                 ranks=self._ranks,
                 on_event=self._on_event,
+                files=self._files,
             )
         return self._writer
 
@@ -392,8 +392,7 @@ class Store:
         if not self._ready_to_save:
             first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
             self._line.run_id = first(self._ranks, "run id", lambda: self.run_id)
-            asked = (self.folder, self._disk, self._commit_method, self._on_event)
-            first(self._ranks, "methods", lambda: probe(*asked))
+            first(self._ranks, "methods", self._probe)
             self._ready_to_save = True
 
     def _point_links(self) -> None:

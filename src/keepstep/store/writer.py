@@ -12,15 +12,17 @@ Without 3 the digests of one rank could be answered by the gradient norm of anot
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from keepstep.errors import SaveAbandoned
-from keepstep.store import housekeeping
+from keepstep.errors import SaveAbandoned, UsageError
+from keepstep.store import commit, housekeeping
 from keepstep.store.attempts import commit_with_retries
 from keepstep.store.disk import Disk
 from keepstep.store.facts import Saved
-from keepstep.store.layout import step_name
+from keepstep.store.file_commit import commit_file, gather_whole, point_files
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Facts, Manifest
@@ -49,8 +51,14 @@ class Writer:
         disk: Disk,
         ranks: Ranks,
         on_event: Callable[..., None],
+        files: bool,
     ) -> None:
         self._folder = folder
+        self._files = files
+        self._unchanged = Unchanged(ranks.rank)
+        self._commit: Callable[..., tuple[Manifest, bool]] = (
+            commit_file if files else partial(commit.commit, unchanged=self._unchanged)
+        )
         self._line = line
         self._policy = policy
         self._retries = retries
@@ -62,7 +70,6 @@ class Writer:
         self._unheard: Saved | None = None
         self._apart: Ranks | None = None
         self._arena = Arena()
-        self._unchanged = Unchanged(ranks.rank)
 
     @property
     def is_saving(self) -> bool:
@@ -71,14 +78,23 @@ class Writer:
 
     def follow(self, manifest: Manifest) -> None:
         """Save from here on what differs from this checkpoint, which was read and verified."""
-        self._unchanged.restored(self._folder / step_name(manifest.step), manifest)
+        if not manifest.is_file:
+            path = self._folder / manifest.name
+            together(
+                self._ranks, "restore: follow", lambda: self._unchanged.restored(path, manifest)
+            )
 
-    def save_now(self, snapshot: Snapshot, facts: Facts, *, started: float) -> Saved:
+    def save_now(
+        self, state: Mapping[str, Any], snapshot: Snapshot, facts: Facts, *, started: float
+    ) -> Saved:
         """Return when the checkpoint is durable. ``started``: when the save was called for."""
-        return self._write(snapshot, facts, started, self._ranks, threading.Event(), self._on_event)
+        taken = gather_whole(state, snapshot, self._ranks) if self._files else snapshot
+        return self._write(taken, facts, started, self._ranks, threading.Event(), self._on_event)
 
     def cut(self, snapshot: Snapshot, copy_now: bool | Collection[str]) -> Cut:
         """Take the cut of a save that is written later."""
+        if self._files:
+            raise UsageError("a checkpoint of one file cannot be written while training goes on")
         moving = () if isinstance(copy_now, bool) else copy_now
         if isinstance(moving, str):
             # One name: in a string, every part of it would be another.
@@ -145,13 +161,14 @@ class Writer:
             self._folder,
             newest=self._line.newest,
             best=self._line.best.best,
+            point=point_files if self._files else commit.point_links,
             disk=self._disk,
             on_event=tell,
         )
 
     def _write(
         self,
-        snapshot: Snapshot,
+        snapshot: Any,
         facts: Facts,
         started: float,
         ranks: Ranks,
@@ -163,7 +180,7 @@ class Writer:
         manifest, new = commit_with_retries(
             snapshot,
             facts,
-            unchanged=self._unchanged,
+            commit=self._commit,
             folder=self._folder,
             newest=self._line.newest,
             retries=self._retries,
@@ -173,7 +190,7 @@ class Writer:
             on_event=tell,
         )
         saved = Saved(
-            path=self._folder / step_name(facts.step),
+            path=self._folder / manifest.name,
             manifest=manifest,
             new=new,
             seconds=time.monotonic() - started,
