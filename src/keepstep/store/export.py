@@ -11,7 +11,9 @@ and nothing else, and of what it lists only tensors are read, from files of that
 Not promised: `.pth` and DCP have no digests. What becomes of such a file later nobody notices.
 """
 
+import io
 import pickle
+import pickletools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -153,6 +155,19 @@ class _DcpIndex(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _modest(pickled: bytes) -> bytes:
+    """Return a pickle that asks for no more memory than it has bytes; ValueError for any other.
+
+    Python's own reader allocates what an operation says before it looks whether it is there.
+    """
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(pickled):
+            raise ValueError(f"it numbers a value {argument:,}")
+        if operation.name == "FRAME" and argument > len(pickled):
+            raise ValueError(f"it has a frame of {argument:,} bytes")
+    return pickled
+
+
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Return the tensors of a DCP folder, in tables as they were saved."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -163,8 +178,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
     path = folder / DCP_INDEX
     try:
-        with path.open("rb") as file:
-            index = _DcpIndex(file).load()
+        index = _DcpIndex(io.BytesIO(_modest(path.read_bytes()))).load()
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
         for place in index.storage_data.values():
