@@ -10,7 +10,6 @@ Guarantees:
 The only place that may call `torch.save` and `torch.load`.
 """
 
-import pickletools
 import struct
 import zipfile
 import zlib
@@ -23,6 +22,7 @@ from typing import IO, Any, cast
 
 from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
 from keepstep.store.disk import Disk
+from keepstep.store.pickled import names_in
 
 # All that `zipfile` says of bytes that are no archive, or not the one that was written.
 _BROKEN = (
@@ -139,11 +139,7 @@ def _allocating(file: IO[bytes] | str) -> set[str]:
     """Return what an archive names that makes memory of a number; leaves the file at its start."""
     with zipfile.ZipFile(file) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        named = {
-            str(argument).replace(" ", ".")
-            for operation, argument, _ in pickletools.genops(archive.read(name))
-            if operation.name == "GLOBAL"
-        }
+        named = names_in(archive.read(name))
     if not isinstance(file, str):
         file.seek(0)
     return named & _ALLOCATING

@@ -13,7 +13,6 @@ Not promised: `.pth` and DCP have no digests. What becomes of such a file later 
 
 import io
 import pickle
-import pickletools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.store.archive import fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
+from keepstep.store.pickled import require_modest
 from keepstep.store.tensors import take_apart, write_tensors
 
 DCP_INDEX = ".metadata"
@@ -155,19 +155,6 @@ class _DcpIndex(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _modest(pickled: bytes) -> bytes:
-    """Return a pickle that asks for no more memory than it has bytes; ValueError for any other.
-
-    Python's own reader allocates what an operation says before it looks whether it is there.
-    """
-    for operation, argument, _ in pickletools.genops(pickled):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(pickled):
-            raise ValueError(f"it numbers a value {argument:,}")
-        if operation.name == "FRAME" and argument > len(pickled):
-            raise ValueError(f"it has a frame of {argument:,} bytes")
-    return pickled
-
-
 def read_dcp(folder: Path) -> dict[str, Any]:
     """Return the tensors of a DCP folder, in tables as they were saved."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -178,7 +165,9 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
     path = folder / DCP_INDEX
     try:
-        index = _DcpIndex(io.BytesIO(_modest(path.read_bytes()))).load()
+        pickled = path.read_bytes()
+        require_modest(pickled)
+        index = _DcpIndex(io.BytesIO(pickled)).load()
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
         for place in index.storage_data.values():

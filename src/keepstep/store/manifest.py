@@ -172,7 +172,13 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
         _check(manifest)
     # A value of another type fails wherever it is first used as what it should be.
     except (
-        ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
     ) as error:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {error}") from error
     if folder_name is not None and step_of(folder_name) != manifest.step:

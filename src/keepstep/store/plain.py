@@ -108,9 +108,7 @@ def _decode_tagged(tag: str, content: Any) -> Any:
         case "$dict", list() if all(isinstance(p, list) and len(p) == 2 for p in content):
             keys = [decode(key) for key, _ in content]
             if all(_is_plain_key(key) for key in keys):
-                return {
-                    key: decode(item) for key, (_, item) in zip(keys, content, strict=True)
-                }
+                return {key: decode(item) for key, (_, item) in zip(keys, content, strict=True)}
     raise CheckpointDamaged(f"the plain state holds an unknown form {tag!r}")
 
 

@@ -1,4 +1,4 @@
-"""Bit rot in a checkpoint of two ranks: every damage is found, none is found where there is none."""
+"""Bit rot in a checkpoint of two ranks: every damage is found, and nothing where there is none."""
 
 import random
 import shutil
@@ -199,7 +199,7 @@ DAMAGES = [
 def test_what_is_damaged_is_passed_over_by_name_for_the_older_one(folder, damage, name):
     new, old = folder / "step_2", folder / "step_1"
     damage(new, old, name)
-    assert [fault.file for fault in verify(look_at(new))][0] == name
+    assert next(fault.file for fault in verify(look_at(new))) == name
     with Store(folder) as store:
         restored = store.restore()
     assert restored.manifest.step == 1

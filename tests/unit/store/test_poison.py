@@ -157,7 +157,10 @@ def test_nesting_that_no_parser_follows_is_damage(newest):
     text = text.replace(b'"here"', b"[" * 100_000 + b"]" * 100_000)
     text = text[:-1] + b',"digest":"' + digest_of(text).encode() + b'"}\n'
     (newest / "manifest.json").write_bytes(text)
-    assert ["malformed" in entry.fault for entry in list_checkpoints(newest.parent)] == [True, False]
+    assert ["malformed" in entry.fault for entry in list_checkpoints(newest.parent)] == [
+        True,
+        False,
+    ]
 
 
 LIMITED = """
