@@ -4,7 +4,8 @@ Guarantees:
 1. What `write_archive` and `check_new` let pass has a right CRC for every record, and
    `weights_only` will load it: a state that could not be loaded is refused when it is saved.
 2. `fault_in` believes no size and unpacks nothing; torch itself never looks at the CRCs.
-3. `load_archive` runs no code of the file.
+3. `load_archive` runs no code of the file. What `weights_only` lets a file call with a size of
+   the file's choice is refused before: it would allocate whatever the file asks for.
 
 The only place that may call `torch.save` and `torch.load`.
 """
@@ -21,12 +22,15 @@ from typing import IO, Any, cast
 
 from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
 from keepstep.store.disk import Disk
+from keepstep.store.pickled import names_in
 
 # All that `zipfile` says of bytes that are no archive, or not the one that was written.
 _BROKEN = (
     zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, RuntimeError, ValueError,
     IndexError, KeyError, OverflowError,
 )  # fmt: skip
+
+_ALLOCATING = {"builtins.bytearray", "__builtin__.bytearray", "torch.Tensor"}
 
 
 def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
@@ -65,7 +69,8 @@ def check_new(path: Path) -> None:
             f"{path} is not what was written: {fault}; every older file is as it was",
             hint="The disk or the memory is at fault. Save to another place.",
         )
-    unsafe = sorted(set(get_unsafe_globals_in_checkpoint(str(path))))
+    with path.open("rb") as file:
+        unsafe = sorted({*get_unsafe_globals_in_checkpoint(str(path)), *_allocating(file)})
     if unsafe:
         raise UnsafeState(
             f"the state holds {', '.join(unsafe)}, which no checkpoint may hold",
@@ -122,6 +127,9 @@ def load_archive(
     import torch
 
     try:
+        named = _allocating(file)
+        if named:
+            raise UnpicklingError(f"it names {', '.join(sorted(named))}")
         return torch.load(file, weights_only=True, map_location=map_location, mmap=mmap)
     except UnpicklingError as error:
         raise UnsafeState(
@@ -131,3 +139,13 @@ def load_archive(
         ) from error
     except (*_BROKEN, TypeError, AttributeError) as error:
         raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
+
+
+def _allocating(file: IO[bytes] | str) -> set[str]:
+    """Return what an archive names that makes memory of a number; leaves the file at its start."""
+    with zipfile.ZipFile(file) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        named = names_in(archive.read(name))
+    if not isinstance(file, str):
+        file.seek(0)
+    return named & _ALLOCATING

@@ -75,11 +75,11 @@ def _read_hugging_face(folder: Path) -> dict[str, torch.Tensor]:
         )
     try:
         table = dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"{index} is malformed: {error!r}") from error
     found: dict[str, torch.Tensor] = {}
-    for name in sorted(set(table.values())):
-        found.update(_read_safetensors(folder / plain_name(name, index)))
+    for name in sorted({plain_name(name, index) for name in table.values()}):
+        found.update(_read_safetensors(folder / name))
     missing = sorted(set(table) - set(found))
     if missing:
         raise CheckpointDamaged(f"{index} names tensors that no file holds: {missing}")

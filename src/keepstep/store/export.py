@@ -11,6 +11,7 @@ and nothing else, and of what it lists only tensors are read, from files of that
 Not promised: `.pth` and DCP have no digests. What becomes of such a file later nobody notices.
 """
 
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.store.archive import fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
+from keepstep.store.pickled import require_modest
 from keepstep.store.tensors import take_apart, write_tensors
 
 DCP_INDEX = ".metadata"
@@ -163,8 +165,9 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
     path = folder / DCP_INDEX
     try:
-        with path.open("rb") as file:
-            index = _DcpIndex(file).load()
+        pickled = path.read_bytes()
+        require_modest(pickled)
+        index = _DcpIndex(io.BytesIO(pickled)).load()
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
         for place in index.storage_data.values():

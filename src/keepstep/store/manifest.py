@@ -7,6 +7,10 @@ Invariants, checked on the way out and on the way in:
 3. Every byte of every data file belongs to a digest: the file's header to one, each piece of a
    tensor to one, with no gap between them and nothing after them.
 4. Names of files are names that a rank can have: no manifest leads out of its folder.
+5. The pieces of a tensor lie inside it, do not overlap, and cover it: none of its memory is left
+   as it was found.
+6. No number and no depth is one that a reader chokes on: what is hostile is refused as what is
+   damaged, so that a checkpoint that is whole is found behind it.
 """
 
 import json
@@ -21,6 +25,7 @@ import xxhash
 
 from keepstep.errors import CheckpointDamaged
 from keepstep.store.layout import MANIFEST_NAME, file_name, is_data_name, step_name, step_of
+from keepstep.store.plain import is_too_deep
 
 FORMAT_VERSION = 1
 FILE_METHOD = "file"
@@ -29,6 +34,15 @@ _DIGEST_KEY = b',"digest":"'
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MANIFEST_BYTES_MAX = 1 << 30
 """A manifest has some 200 bytes a tensor; beyond this it is not one, and is not read."""
+PIECE_BYTES_MAX = 64 << 20
+"""A piece is read as a whole before it is believed."""
+_HEADER_BYTES_MAX = 1 << 30
+"""A header has some 100 bytes a tensor; it is read as a whole too."""
+_AXES_MAX = 64
+"""Torch's own limit."""
+_COUNT_MAX = 2**63 - 1
+_TIME_MAX = 253402300799
+"""The last second of the year 9999, beyond which no date can be shown."""
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -160,16 +174,25 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
     if not separator or tail != digest_of(body).encode() + b'"}\n':
         raise CheckpointDamaged(f"{MANIFEST_NAME} does not match its own digest")
     try:
-        data = json.loads(body)
+        data = json.loads(body, parse_float=_finite, parse_constant=_finite)
         if data.get("format_version") != FORMAT_VERSION:
             raise CheckpointDamaged(
                 f"{MANIFEST_NAME} has format version {data.get('format_version')!r};"
                 f" this version of keepstep reads {FORMAT_VERSION}"
             )
         manifest = _from_data(data)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _check(manifest)
+    # A value of another type fails wherever it is first used as what it should be.
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {error}") from error
-    _check(manifest)
     if folder_name is not None and step_of(folder_name) != manifest.step:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is that of step {manifest.step}")
     return manifest
@@ -235,32 +258,85 @@ def _check(manifest: Manifest) -> None:
     """Hold the invariants; they guard reading as much as writing."""
     for name in ("sequence", "step", "updates", "samples", "tokens", "world_size"):
         value = getattr(manifest, name)
-        _require(type(value) is int and value >= 0, f"{name} is {value!r}")
+        _require(_is_count(value), f"{name} is {value!r}")
     for name in ("must_match", "environment", "metrics", "mesh"):
         _require(isinstance(getattr(manifest, name), dict), f"{name} is not a table")
     for name in ("run_id", "fingerprint", "commit_method"):
         _require(isinstance(getattr(manifest, name), str), f"{name} is not a text")
-    _require(manifest.parent is None or type(manifest.parent) is int, "parent is no number")
-    _require(type(manifest.time) in (int, float), "time is no number")
+    _require(manifest.parent is None or _is_count(manifest.parent), "parent is no number")
+    is_time = type(manifest.time) in (int, float) and 0 <= manifest.time <= _TIME_MAX
+    _require(is_time, "time is no time")
     _require(type(manifest.milestone) is bool, "milestone is neither true nor false")
     sizes = manifest.mesh.values()
     _require(all(type(size) is int and size > 0 for size in sizes), "mesh has impossible sizes")
+    for name in ("plain", "must_match", "environment"):
+        _require(not is_too_deep(getattr(manifest, name)), f"{name} is nested too deeply")
     _require_best(manifest.best)
+    names = {tensor.name for tensor in manifest.tensors}
+    _require(len(names) == len(manifest.tensors), "a tensor is named twice")
+    for tensor in manifest.tensors:
+        _require(isinstance(tensor.name, str), "a tensor's name is not a text")
+        _require(isinstance(tensor.dtype, str), f"the type of {tensor.name} is not a text")
+        _require_tiling(tensor)
+    _require_every_byte(manifest)
+
+
+def _require_tiling(tensor: TensorEntry) -> None:
+    """Hold the pieces of a tensor to what a tensor of its shape can have."""
+    name = tensor.name
+    _require(len(tensor.shape) <= _AXES_MAX, f"{name} has {len(tensor.shape)} axes")
+    _require(all(_is_count(size) for size in tensor.shape), f"{name} has an impossible shape")
+    # Strides are products of sizes, with 1 for an empty axis.
+    extent = math.prod(max(size, 1) for size in tensor.shape)
+    _require(extent <= _COUNT_MAX, f"{name} has an absurd shape")
+    covered = 0
+    for piece in tensor.pieces:
+        place = (*piece.offset, *piece.shape)
+        axes = {len(piece.offset), len(piece.shape)}
+        _require(axes == {len(tensor.shape)}, f"a piece of {name} has an impossible place")
+        _require(all(_is_count(n) for n in place), f"a piece of {name} has an impossible place")
+        ends = zip(piece.offset, piece.shape, tensor.shape, strict=True)
+        inside = all(low + size <= limit for low, size, limit in ends)
+        _require(inside, f"a piece of {name} lies outside the tensor")
+        covered += math.prod(piece.shape)
+    _require(covered == math.prod(tensor.shape), f"the pieces of {name} do not cover it")
+    _require(not _overlap(tensor.pieces), f"pieces of {name} overlap")
+
+
+def _overlap(pieces: tuple[Piece, ...]) -> bool:
+    """Tell whether two pieces have an element in common, by a sweep along the first axis."""
+    beside: list[Piece] = []
+    filled = [piece for piece in pieces if math.prod(piece.shape)]
+    for piece in sorted(filled, key=lambda p: p.offset):
+        if beside and not piece.shape:
+            return True
+        beside = [b for b in beside if b.offset[0] + b.shape[0] > piece.offset[0]]
+        for other in beside:
+            axes = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in axes):
+                return True
+        beside.append(piece)
+    return False
+
+
+def _require_every_byte(manifest: Manifest) -> None:
+    """Hold every byte of every file to one digest, with no gap and nothing after them."""
     ends = {}
     for entry in manifest.files:
         _require(is_data_name(entry.name), f"file name {entry.name!r}")
         _require(entry.name not in ends, f"file {entry.name} is named twice")
-        _require(0 < entry.header_end <= entry.size, f"{entry.name} has an impossible header")
+        sizes = _is_count(entry.size) and _is_count(entry.header_end)
+        fits = sizes and 0 < entry.header_end <= min(entry.size, _HEADER_BYTES_MAX)
+        _require(fits, f"{entry.name} has an impossible header")
         _require_digest(entry.header_digest)
         ends[entry.name] = entry.header_end
-    names = {tensor.name for tensor in manifest.tensors}
-    _require(len(names) == len(manifest.tensors), "a tensor is named twice")
     pieces = [piece for tensor in manifest.tensors for piece in tensor.pieces]
     for piece in sorted(pieces, key=lambda p: (p.file, p.start, p.end)):
         _require_digest(piece.digest)
-        _require(piece.start == ends.get(piece.file), f"bytes of {piece.file} lie between pieces")
-        _require(piece.end >= piece.start, "a piece ends before it starts")
-        _require(len(piece.offset) == len(piece.shape), "a piece has an impossible place")
+        _require(piece.file in ends, f"file {piece.file!r} is not listed")
+        _require(_is_count(piece.start) and _is_count(piece.end), "a piece has impossible bytes")
+        _require(piece.start == ends[piece.file], f"bytes of {piece.file} lie between pieces")
+        _require(0 <= piece.end - piece.start <= PIECE_BYTES_MAX, "a piece has an absurd size")
         ends[piece.file] = piece.end
     for entry in manifest.files:
         _require(ends[entry.name] == entry.size, f"{entry.name} has bytes behind its pieces")
@@ -270,9 +346,15 @@ def _require_best(best: Best | None) -> None:
     if best is not None:
         _require(best.mode in ("min", "max"), f"best has the mode {best.mode!r}")
         _require(isinstance(best.metric, str), "best has no metric")
-        _require(type(best.value) in (int, float), "best has no value")
+        is_number = type(best.value) in (int, float) and math.isfinite(best.value)
+        _require(is_number, "best has no value")
         numbers = (best.sequence, best.step)
-        _require(all(type(n) is int and n >= 0 for n in numbers), "best names no checkpoint")
+        _require(all(_is_count(n) for n in numbers), "best names no checkpoint")
+
+
+def _is_count(value: Any) -> bool:
+    # A bool is an int, and so is a number that no machine counts to.
+    return type(value) is int and 0 <= value <= _COUNT_MAX
 
 
 def _require_digest(text: Any) -> None:
@@ -283,6 +365,14 @@ def _require(holds: bool, what: str) -> None:
     # A statement of its own and no assert, because `python -O` removes those.
     if not holds:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {what}")
+
+
+def _finite(text: str) -> float:
+    # What is not finite is written as a text: see `_number_out` and `store/plain.py`.
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text}")
+    return number
 
 
 def _number_out(value: float) -> float | str:

@@ -12,6 +12,8 @@ from typing import Any
 
 from keepstep.errors import CheckpointDamaged, UnsafeState
 
+_DEPTH_MAX = 200
+"""Of JSON; a reader takes two calls a level, of the thousand that Python allows."""
 _TUPLE, _FLOAT, _DICT, _TENSOR = "$tuple", "$float", "$dict", "$tensor"
 
 
@@ -24,6 +26,35 @@ class TensorReference:
 
 def encode(value: Any, *, path: str) -> Any:
     """Return `value` as JSON has it; UnsafeState names the path of what cannot be kept."""
+    try:
+        encoded = _encode(value, path)
+    except RecursionError as error:
+        raise too_deep(path) from error
+    if is_too_deep(encoded):
+        raise too_deep(path)
+    return encoded
+
+
+def too_deep(path: str) -> UnsafeState:
+    """Return the error of a state that no reader could follow."""
+    return UnsafeState(
+        f"{path} is nested more than {_DEPTH_MAX} levels deep, or holds itself",
+        hint="No checkpoint may hold that: it could not be read back.",
+    )
+
+
+def is_too_deep(encoded: Any) -> bool:
+    """Tell whether JSON data are nested deeper than a reader can follow."""
+    level = [encoded]
+    for _ in range(_DEPTH_MAX):
+        tables = [item for item in level if isinstance(item, (dict, list))]
+        if not tables:
+            return False
+        level = [x for t in tables for x in (t.values() if isinstance(t, dict) else t)]
+    return True
+
+
+def _encode(value: Any, path: str) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -32,9 +63,9 @@ def encode(value: Any, *, path: str) -> Any:
     if kind is TensorReference:
         return {_TENSOR: value.name}
     if kind is list:
-        return [encode(item, path=f"{path}[{n}]") for n, item in enumerate(value)]
+        return [_encode(item, f"{path}[{n}]") for n, item in enumerate(value)]
     if kind is tuple:
-        return {_TUPLE: [encode(item, path=f"{path}[{n}]") for n, item in enumerate(value)]}
+        return {_TUPLE: [_encode(item, f"{path}[{n}]") for n, item in enumerate(value)]}
     if isinstance(value, Mapping):
         return _encode_mapping(value, path)
     raise UnsafeState(
@@ -45,9 +76,9 @@ def encode(value: Any, *, path: str) -> Any:
 
 def _encode_mapping(value: Mapping[Any, Any], path: str) -> Any:
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, path=f"{path}.{key}") for key, item in value.items()}
+        return {key: _encode(item, f"{path}.{key}") for key, item in value.items()}
     pairs = [
-        [encode(key, path=f"{path} (key)"), encode(item, path=f"{path}.{key}")]
+        [_encode(key, f"{path} (key)"), _encode(item, f"{path}.{key}")]
         for key, item in value.items()
     ]
     return {_DICT: pairs}
@@ -75,5 +106,14 @@ def _decode_tagged(tag: str, content: Any) -> Any:
         case "$tensor", str():
             return TensorReference(content)
         case "$dict", list() if all(isinstance(p, list) and len(p) == 2 for p in content):
-            return {decode(key): decode(item) for key, item in content}
+            keys = [decode(key) for key, _ in content]
+            if all(_is_plain_key(key) for key in keys):
+                return {key: decode(item) for key, (_, item) in zip(keys, content, strict=True)}
     raise CheckpointDamaged(f"the plain state holds an unknown form {tag!r}")
+
+
+def _is_plain_key(key: Any) -> bool:
+    # A tuple can be a key, and what it holds need not be one.
+    if isinstance(key, tuple):
+        return all(_is_plain_key(item) for item in key)
+    return not isinstance(key, (list, dict, TensorReference))
