@@ -143,6 +143,10 @@ HOSTILE = [
 def test_a_hostile_manifest_is_passed_over_for_the_older_checkpoint(newest, spoil):
     body = body_of(newest)
     spoil(body)
+    for piece in (piece for tensor in body["tensors"] for piece in tensor["pieces"]):
+        if piece["start"] is not None and (newest / piece["file"]).is_file():
+            data = (newest / piece["file"]).read_bytes()[piece["start"] : piece["end"]]
+            piece["digest"] = digest_of(data)
     (newest / "manifest.json").write_bytes(signed(body))
     with Store(newest.parent) as store:
         restored = store.restore()
