@@ -146,7 +146,7 @@ class LosesItsPeer(OneRank):
         if what == "save: commit":
             raise Unhealthy("rank 1 is lost")
         if what == "save: write":
-            nothing = {**value["result"], "file": None, "tensors": []}
+            nothing = {**value["result"], "files": [], "tensors": []}
             return [value, {**value, "result": nothing}]
         return [value, value]
 
