@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 
 from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
 from keepstep.store.disk import Disk
+from keepstep.store.handles import NewFile
 
 # All that `zipfile` says of bytes that are no archive, or not the one that was written.
 _BROKEN = (
@@ -37,7 +38,7 @@ def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
     before = get_crc32_options()
     set_crc32_options(True)
     try:
-        with disk.open_new(path) as file:
+        with NewFile(disk, path) as file:
             try:
                 torch.save(state, cast(IO[bytes], file))
             except BaseException as error:

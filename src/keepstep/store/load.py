@@ -13,7 +13,7 @@ def load_state(path: Path | str, *, only: str | None = None) -> dict[str, Any]:
 
     Raises CheckpointDamaged where a byte is not what was saved.
     """
-    from keepstep.store.tensors import read_state
+    from keepstep.store.reading import read_state
 
     folder = Path(path).resolve()
     entry = look_at(folder, aside=folder.parent.name == ASIDE_NAME)

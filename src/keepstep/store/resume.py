@@ -82,8 +82,8 @@ def choose(
     Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
     every rank can.
     """
+    from keepstep.store.reading import read_state
     from keepstep.store.shards import place_like
-    from keepstep.store.tensors import read_state
 
     def place_of(name: str, shape: tuple[int, ...]) -> Any:
         model = like(name, shape) if like is not None else None
