@@ -156,6 +156,8 @@ class CheckpointConfig:
     """async: a save returns at once and is written while training goes on; costs host memory."""
     save_retries: int = 2
     """Further attempts, with back-off, when a save fails; then the run stops."""
+    verify_after_write: bool = False
+    """Read each checkpoint back from the disk, before older ones are deleted; twice the time."""
     save_after_skipped_end: bool = False
     """Save at the last step even where its update was skipped as not finite."""
     on_resume: StepOrWord = "newest"

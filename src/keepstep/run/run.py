@@ -53,6 +53,9 @@ from keepstep.store.sweep import sweep
 _STORE_WORDS = {
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
+    "disk_refused": "on this file system {what}",
+    "verified_on_disk": "step {step}: every byte was read back from the disk in {seconds:.2f} s",
+    "not_read_back": "step {step} is committed; there was no time to read it back from the disk",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
     "best_gone": "the best so far, step {step} ({metric} {value:g}), is not there any more;"
     " the best of those that are takes its place",
@@ -111,6 +114,7 @@ class Run:
             best_metric=self.config.evaluation.metric,
             best_mode=self.config.evaluation.mode,
             save_retries=config.save_retries,
+            verify_after_write=config.verify_after_write,
             disk=self.disk,
             on_event=self._on_store_event,
         )

@@ -33,8 +33,9 @@ class Disk:
 
     writes_direct: bool = True
     """Whether large files go past the page cache; False from the first refusal on."""
-    refused: str = ""
-    """What the file system did not take of the large writes so far, and how it goes on."""
+    reserves_space: bool = True
+    """Whether the space of large files is reserved; False from the first refusal on."""
+    _refused: tuple[str, ...] = ()
 
     def operation(self, name: str, path: Path) -> None:
         """Announce a file operation that is about to happen; the seam of the tests."""
@@ -198,32 +199,38 @@ class Disk:
     def _write_large(
         self, descriptor: int, chunks: Iterable[bytes | memoryview], size: int, path: Path
     ) -> int:
-        try:
-            self.allocate(descriptor, size + -size % BLOCK_BYTES, path)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            self._refuse("space is not reserved before it is written (no fallocate)")
+        if self.reserves_space:
+            self._reserve(descriptor, size + -size % BLOCK_BYTES, path)
         direct = self.writes_direct and set_direct(descriptor)
         if self.writes_direct and not direct:
-            self._refuse_direct("it refuses O_DIRECT")
+            self._refuse_direct("O_DIRECT is refused")
         try:
             written = write_blocks(chunks, lambda data: self.write(descriptor, data, path))
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
-                self._refuse_direct(f"a write failed: {error}")
-                error.add_note("the next attempt writes through the page cache")
+                # The next attempt is a file of its own, and begins through the page cache.
+                self._refuse_direct("a write with O_DIRECT is refused")
             raise
         self.truncate(descriptor, written, path)
         return written
 
+    def _reserve(self, descriptor: int, count: int, path: Path) -> None:
+        try:
+            self.allocate(descriptor, count, path)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            self.reserves_space = False
+            self._refused += ("space cannot be reserved: a full disk is found while writing",)
+
     def _refuse_direct(self, why: str) -> None:
         self.writes_direct = False
-        self._refuse(f"writes go through the page cache ({why})")
+        self._refused += (f"large writes go through the page cache: {why}",)
 
-    def _refuse(self, what: str) -> None:
-        if what not in self.refused:
-            self.refused += "; " * bool(self.refused) + what
+    def take_refused(self) -> tuple[str, ...]:
+        """Return what the file system refused since the last call, and how writing goes on."""
+        refused, self._refused = self._refused, ()
+        return refused
 
     def replace_file(self, path: Path, data: bytes) -> None:
         """Make `path` hold `data`, durably; a crash leaves the old content or the new one."""

@@ -55,7 +55,8 @@ class Store:
     With several `ranks` every method is called by all of them, and each raises on all or on none.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, snapshot, written, committed, retry, set_aside,
-    deleted, best_gone, housekeeping_failed.
+    deleted, best_gone, housekeeping_failed, disk_refused, verified_on_disk, not_read_back.
+    `verify_after_write`: a save is over when all of it was read back from the disk.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Store:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         save_retries: int = 2,
+        verify_after_write: bool = False,
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -91,6 +93,7 @@ class Store:
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
         self._save_retries = save_retries
+        self._verify_after_write = verify_after_write
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -311,6 +314,7 @@ class Store:
                 line=self._line,
                 policy=self.policy,
                 retries=self._save_retries,
+                verify_after_write=self._verify_after_write,
                 lock=self._lock,
                 disk=self._disk,
                 ranks=self._ranks,
