@@ -12,6 +12,7 @@ fault on each of its pages, and a reader that asks whether the disk has the byte
 memory.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -27,7 +28,6 @@ BLOCK_BYTES = 4096
 """What offsets, lengths and addresses are multiples of; devices ask for 512 or 4,096."""
 BUFFER_BYTES = 8 << 20
 """One transfer: long enough that its setup does not count, short enough to begin early."""
-_SAMPLES = 16
 
 
 def set_direct(descriptor: int, *, on: bool = True) -> bool:
@@ -144,16 +144,15 @@ class Reader:
 
 
 def _is_in_memory(descriptor: int) -> bool:
-    """Tell whether most of a file is in the page cache, by samples that never wait for the disk."""
-    size, byte, found = os.fstat(descriptor).st_size, bytearray(1), 0
-    for sample in range(_SAMPLES):
-        try:
-            os.preadv(descriptor, [byte], size * sample // _SAMPLES, os.RWF_NOWAIT)
-            found += 1
-        except BlockingIOError:
-            continue
-        except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-                return True
-            raise
-    return 2 * found > _SAMPLES
+    """Tell whether most of a file is in the page cache, without reading any of it (mincore)."""
+    size = os.fstat(descriptor).st_size
+    resident = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as view:
+        mapped = np.frombuffer(view, np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        place, vector = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_void_p(resident.ctypes.data)
+        del mapped
+        if libc.mincore(place, ctypes.c_size_t(size), vector) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+    return 2 * int((resident & 1).sum()) > len(resident)
