@@ -106,8 +106,9 @@ class Reader:
                 if error.errno != errno.EINVAL:
                     raise
                 # A device with larger blocks: the same bytes, more slowly.
-                self._direct = False
+                # First the file, then the word: the other threads go by the word.
                 set_direct(self._descriptor, on=False)
+                self._direct = False
                 if self._from_disk:
                     self._forget()
         filled = 0
