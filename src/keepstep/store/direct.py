@@ -63,7 +63,7 @@ def write_blocks(chunks: Iterable[bytes | memoryview], write: Callable[[memoryvi
                 if filled == BUFFER_BYTES:
                     if under_way is not None:
                         under_way.result()
-                    under_way = pool.submit(write, buffers[current])
+                    under_way = _hand_over(pool, write, buffers[current])
                     current, filled = 1 - current, 0
         if under_way is not None:
             under_way.result()
@@ -72,6 +72,17 @@ def write_blocks(chunks: Iterable[bytes | memoryview], write: Callable[[memoryvi
             buffers[current][filled:whole] = bytes(whole - filled)
             write(buffers[current][:whole])
     return size
+
+
+def _hand_over(
+    pool: ThreadPoolExecutor, write: Callable[[memoryview], None], data: memoryview
+) -> "Future[None] | None":
+    try:
+        return pool.submit(write, data)
+    except RuntimeError:
+        # The process is ending and begins no thread any more; a save in flight goes on alone.
+        write(data)
+        return None
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
