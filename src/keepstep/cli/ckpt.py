@@ -119,6 +119,7 @@ def verify_all(
     run: Run,
     checkpoint: Annotated[str, tyro.conf.Positional] = "",
     *,
+    from_disk: bool = False,
     json: bool = False,
 ) -> int:
     """Re-read every byte and compare it with its digest; exit with 3 if anything differs.
@@ -126,11 +127,12 @@ def verify_all(
     Args:
         run: Folder of the run, or of its checkpoints.
         checkpoint: Name, step, `latest` or `best`; all of them if left out.
+        from_disk: Read past the page cache, which may still hold what the disk has lost.
         json: Print JSON.
     """
     place = place_of(run)
     entries = [find_checkpoint(place, checkpoint)] if checkpoint else found_checkpoints(place)
-    looked_at = [(entry, verify(entry)) for entry in entries]
+    looked_at = [(entry, verify(entry, from_disk=from_disk)) for entry in entries]
     # A live run may delete an old checkpoint while it is read: that is not damage.
     results = [(entry, faults) for entry, faults in looked_at if is_there(entry)]
     damaged = any(faults for _, faults in results)

@@ -161,6 +161,8 @@ class CheckpointConfig:
     commit_method: Literal["auto", "rename", "manifest-last"] = "auto"
     """How a save becomes visible: auto renames its folder, and where the file system cannot, keeps
     it hidden until its manifest is there. manifest-last: say it where a rename is a copy."""
+    verify_after_write: bool = False
+    """Read each checkpoint back from the disk, before older ones are deleted; twice the time."""
     save_after_skipped_end: bool = False
     """Save at the last step even where its update was skipped as not finite."""
     on_resume: StepOrWord = "newest"

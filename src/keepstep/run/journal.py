@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import KeepstepError
-from keepstep.store.disk import AppendFile, Disk
+from keepstep.store.disk import Disk
+from keepstep.store.handles import AppendFile
 
 _BLOCK_BYTES = 1 << 20
 _OF_A_STEP = frozenset({"step", "evaluation", "saved"})
@@ -69,7 +70,7 @@ class Journal:
             if self._file is None:
                 # A line of its own: what stands behind a torn one would be lost with it.
                 line = b"\n" * _is_torn(self._path) + line
-                self._file = self._disk.open_append(self._path)
+                self._file = AppendFile(self._disk, self._path)
             self._file.write(line)
         except OSError as error:
             raise self._cannot_be_written(error) from error

@@ -54,6 +54,9 @@ _STORE_WORDS = {
     "methods": "this file system cannot do all that a commit uses; chosen: {methods}",
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
+    "disk_refused": "on this file system {what}",
+    "verified_on_disk": "step {step}: every byte was read back from the disk in {seconds:.2f} s",
+    "not_read_back": "step {step} is committed; there was no time to read it back from the disk",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
     "written_anew": "{name} holds frozen weights and is written anew, not linked: {why}",
     "best_gone": "the best so far, step {step} ({metric} {value:g}), is not there any more;"
@@ -115,6 +118,7 @@ class Run:
             save_retries=config.save_retries,
             commit_method=config.commit_method,
             layout=config.layout,
+            verify_after_write=config.verify_after_write,
             disk=self.disk,
             on_event=self._on_store_event,
         )

@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 
 from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
 from keepstep.store.disk import Disk
+from keepstep.store.handles import NewFile
 from keepstep.store.pickled import names_in
 
 # All that `zipfile` says of bytes that are no archive, or not the one that was written.
@@ -41,7 +42,7 @@ def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
     before = get_crc32_options()
     set_crc32_options(True)
     try:
-        with disk.open_new(path) as file:
+        with NewFile(disk, path) as file:
             try:
                 torch.save(state, cast(IO[bytes], file))
             except BaseException as error:

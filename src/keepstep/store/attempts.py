@@ -15,6 +15,7 @@ from keepstep.errors import SaveAbandoned, SaveFailed
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import Facts, Manifest
 from keepstep.store.ranks import Ranks
+from keepstep.store.read_back import read_back
 
 _BACK_OFF_SECONDS = (0.5, 2.0, 8.0)
 
@@ -27,6 +28,7 @@ def commit_with_retries(
     folder: Path,
     newest: Manifest | None,
     retries: int,
+    verify_after_write: bool,
     disk: Disk,
     ranks: Ranks,
     halt: threading.Event,
@@ -34,12 +36,13 @@ def commit_with_retries(
 ) -> tuple[Manifest, bool]:
     """Commit; return the manifest, and whether it is a new one.
 
-    ``commit``: makes one attempt, from what it takes for a ``snapshot``. ``halt``: set to give up,
-    on any rank: SaveAbandoned on all of them.
+    ``commit``: makes one attempt, from what it takes for a ``snapshot``. ``verify_after_write``:
+    only when it was read back from the disk; see `read_back`. ``halt``: set to give up, on any
+    rank: SaveAbandoned on all of them.
     """
     for attempt in range(retries + 1):
         try:
-            return commit(
+            manifest, new = commit(
                 snapshot,
                 facts,
                 folder=folder,
@@ -48,13 +51,23 @@ def commit_with_retries(
                 halt=halt,
                 on_event=on_event,
             )
+            _tell_refusals(disk, on_event)
+            if verify_after_write:
+                read_back(folder, facts.step, disk=disk, ranks=ranks, halt=halt, on_event=on_event)
+            return manifest, new
         except OSError as error:
+            _tell_refusals(disk, on_event)
             if attempt == retries:
                 raise _save_failed(error, facts.step, folder, newest) from error
             on_event("retry", attempt=attempt + 1, step=facts.step, error=str(error))
             if halt.wait(_BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]):
                 raise SaveAbandoned(f"the save of step {facts.step} was given up") from error
     raise AssertionError("the loop above returns or raises")
+
+
+def _tell_refusals(disk: Disk, on_event: Callable[..., None]) -> None:
+    for what in disk.take_refused():
+        on_event("disk_refused", what=what)
 
 
 def _save_failed(error: OSError, step: int, folder: Path, newest: Manifest | None) -> SaveFailed:

@@ -173,7 +173,7 @@ def _with_values(
         return item
     import torch
 
-    from keepstep.store.tensors import read_tensor
+    from keepstep.store.reading import read_tensor
 
     wide = torch.complex128 if "C64" in (mine[item.name].dtype, theirs[item.name].dtype) else None
     a = read_tensor(path_a, mine[item.name]).to(wide or torch.float64)

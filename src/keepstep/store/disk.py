@@ -16,13 +16,14 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from keepstep.store.direct import BLOCK_BYTES, set_direct, write_blocks
 from keepstep.store.layout import temporary_name
 from keepstep.store.methods import Methods
 
-_GATHER_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20
+"""Files below this are written at once, through the page cache: that costs less than a thread."""
+GATHER_BYTES = 1 << 20
 """Writes below this are gathered: a system call then costs less than copying what it writes."""
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -33,6 +34,11 @@ class Disk:
 
     methods = Methods()
     """What is used of it for commits; a session sets what its probe found."""
+    writes_direct: bool = True
+    """Whether large files go past the page cache; False from the first refusal on."""
+    reserves_space: bool = True
+    """Whether the space of large files is reserved; False from the first refusal on."""
+    _refused: tuple[str, ...] = ()
 
     def operation(self, name: str, path: Path) -> None:
         """Announce a file operation that is about to happen; the seam of the tests."""
@@ -56,6 +62,11 @@ class Disk:
         while len(view):
             self.operation("write", path)
             view = view[os.write(descriptor, view) :]
+
+    def truncate(self, descriptor: int, size: int, path: Path) -> None:
+        """Give a file its size."""
+        self.operation("truncate", path)
+        os.ftruncate(descriptor, size)
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Make a file's bytes durable (not its name)."""
@@ -156,16 +167,21 @@ class Disk:
                 raise
         self.sync_folder(path.parent)
 
-    def write_new_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> int:
+    def write_new_file(
+        self, path: Path, chunks: Iterable[bytes | memoryview], *, size: int = 0
+    ) -> int:
         """Write a new file and make its bytes durable; return its size.
 
         The name becomes durable with the folder: the caller syncs that once for all its files.
+        ``size``: where it is known before; a large file then has its space reserved, and goes
+        past the page cache where the file system takes that.
         """
-        descriptor, size = self.create(path), 0
+        descriptor = self.create(path)
         try:
-            for chunk in _gathered(chunks):
-                self.write(descriptor, chunk, path)
-                size += len(chunk)
+            if size >= _LARGE_BYTES:
+                size = self._write_large(descriptor, chunks, size, path)
+            else:
+                size = self._write_small(descriptor, chunks, path)
             self.sync(descriptor, path)
         except BaseException:
             # The first error is what happened; a second one of the close would hide it.
@@ -173,6 +189,51 @@ class Disk:
             raise
         self.close(descriptor, path)
         return size
+
+    def _write_small(
+        self, descriptor: int, chunks: Iterable[bytes | memoryview], path: Path
+    ) -> int:
+        size = 0
+        for chunk in _gathered(chunks):
+            self.write(descriptor, chunk, path)
+            size += len(chunk)
+        return size
+
+    def _write_large(
+        self, descriptor: int, chunks: Iterable[bytes | memoryview], size: int, path: Path
+    ) -> int:
+        if self.reserves_space:
+            self._reserve(descriptor, size + -size % BLOCK_BYTES, path)
+        direct = self.writes_direct and set_direct(descriptor)
+        if self.writes_direct and not direct:
+            self._refuse_direct("O_DIRECT is refused")
+        try:
+            written = write_blocks(chunks, lambda data: self.write(descriptor, data, path))
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:
+                # The next attempt is a file of its own, and begins through the page cache.
+                self._refuse_direct("a write with O_DIRECT is refused")
+            raise
+        self.truncate(descriptor, written, path)
+        return written
+
+    def _reserve(self, descriptor: int, count: int, path: Path) -> None:
+        try:
+            self.allocate(descriptor, count, path)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            self.reserves_space = False
+            self._refused += ("space cannot be reserved: a full disk is found while writing",)
+
+    def _refuse_direct(self, why: str) -> None:
+        self.writes_direct = False
+        self._refused += (f"large writes go through the page cache: {why}",)
+
+    def take_refused(self) -> tuple[str, ...]:
+        """Return what the file system refused since the last call, and how writing goes on."""
+        refused, self._refused = self._refused, ()
+        return refused
 
     def replace_file(self, path: Path, data: bytes) -> None:
         """Make `path` hold `data`, durably; a crash leaves the old content or the new one."""
@@ -195,8 +256,7 @@ class Disk:
         try:
             os.lseek(descriptor, start, os.SEEK_SET)
             self.write(descriptor, data, path)
-            self.operation("truncate", path)
-            os.ftruncate(descriptor, start + len(data))
+            self.truncate(descriptor, start + len(data), path)
             self.sync(descriptor, path)
         finally:
             os.close(descriptor)
@@ -258,14 +318,6 @@ class Disk:
         except OSError as second:
             because.add_note(f"{path} was left behind: {second}")
 
-    def open_new(self, path: Path) -> "NewFile":
-        """Open a new file for a writer that brings its bytes piece by piece."""
-        return NewFile(self, path)
-
-    def open_append(self, path: Path) -> "AppendFile":
-        """Open a file to which lines are appended, each with one write."""
-        return AppendFile(self, path)
-
 
 def _renameat2(one: Path, other: Path, flags: int) -> None:
     """Call Linux' renameat2, which Python has no function for."""
@@ -280,108 +332,15 @@ def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryvi
     """Yield the same bytes in fewer parts: a model may have thousands of small tensors."""
     waiting = bytearray()
     for chunk in chunks:
-        if len(chunk) >= _GATHER_BYTES:
+        if len(chunk) >= GATHER_BYTES:
             if waiting:
                 yield bytes(waiting)
                 waiting.clear()
             yield chunk
         else:
             waiting += chunk
-            if len(waiting) >= _GATHER_BYTES:
+            if len(waiting) >= GATHER_BYTES:
                 yield bytes(waiting)
                 waiting.clear()
     if waiting:
         yield bytes(waiting)
-
-
-class AppendFile:
-    """A file that only grows."""
-
-    def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk = disk
-        self._path = path
-        self._descriptor = disk.open_for_append(path)
-
-    def write(self, data: bytes) -> None:
-        """Append `data`; it is in the kernel's hands, not yet durable, when this returns."""
-        self._disk.write(self._descriptor, data, self._path)
-
-    def sync(self) -> None:
-        """Make all that was appended durable, and the file's name too."""
-        self._disk.sync(self._descriptor, self._path)
-        self._disk.sync_folder(self._path.parent)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._disk.close(self._descriptor, self._path)
-
-    def __enter__(self) -> Self:
-        """Return the file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the file."""
-        self.close()
-
-
-class NewFile:
-    """A new file; leave its `with` block and its bytes are durable (its name with the folder)."""
-
-    def __init__(self, disk: Disk, path: Path) -> None:
-        self.error: BaseException | None = None
-        """What the first failed write said; a writer in C++ may raise other words in its place."""
-        self._disk = disk
-        self._path = path
-        self._waiting = bytearray()
-        self._descriptor = disk.create(path)
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Take `data`; small pieces wait until there are enough of them."""
-        try:
-            if len(data) < _GATHER_BYTES:
-                self._waiting += data
-            if len(data) >= _GATHER_BYTES or len(self._waiting) >= _GATHER_BYTES:
-                self._write_waiting()
-            if len(data) >= _GATHER_BYTES:
-                self._disk.write(self._descriptor, data, self._path)
-        except BaseException as error:
-            self.error = self.error or error
-            raise
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: what waits is written when the file is closed."""
-
-    def _write_waiting(self) -> None:
-        if self._waiting:
-            self._disk.write(self._descriptor, bytes(self._waiting), self._path)
-            self._waiting.clear()
-
-    def __enter__(self) -> Self:
-        """Return the file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Make the bytes durable and close; after an error only close."""
-        try:
-            if error is None:
-                self._write_waiting()
-                self._disk.sync(self._descriptor, self._path)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        if error is None:
-            self._disk.close(self._descriptor, self._path)
-        else:
-            # The error is what happened; a second one of the close would hide it.
-            os.close(self._descriptor)

@@ -37,9 +37,9 @@ def read_checkpoint(
     only: str | None = None,
     place_of: "Callable[[str, tuple[int, ...]], Place | None]" = lambda _name, _shape: None,
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint of either layout; see `tensors.read_state`."""
+    """Return the state of a checkpoint of either layout; see `reading.read_state`."""
     if manifest.is_file:
         return read_file(path, only=only, place_of=place_of)
-    from keepstep.store.tensors import read_state
+    from keepstep.store.reading import read_state
 
     return read_state(path, manifest, only=only, place_of=place_of)

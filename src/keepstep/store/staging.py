@@ -21,7 +21,7 @@ import torch
 
 from keepstep.errors import SaveFailed
 from keepstep.store.shards import Part
-from keepstep.store.tensors import Snapshot, bytes_of, in_file_order
+from keepstep.store.tensors import Snapshot, bytes_in, bytes_of, in_file_order
 
 _AT_ONCE_BYTES = 16 << 10
 """What is at most so large is copied at the cut: to watch it would cost as much."""
@@ -40,7 +40,7 @@ class Arena:
 
         The order is that of the file, wide types first, so each is aligned to its own width.
         """
-        sizes = [_bytes(parts[name].local) for name in names]
+        sizes = [bytes_in(parts[name].local) for name in names]
         if sum(sizes) > self._memory.numel():
             # The old one goes first: both would be twice the state.
             self._memory = torch.empty(0, dtype=torch.uint8)
@@ -69,7 +69,7 @@ class Cut:
         self._watched: list[_Watched] = []
         for name in names:
             local = snapshot.parts[name].local
-            at_once = everything or _bytes(local) <= _AT_ONCE_BYTES or name in moving
+            at_once = everything or bytes_in(local) <= _AT_ONCE_BYTES or name in moving
             flat = None if at_once else _flat(local)
             if flat is None:
                 now.append(name)
@@ -157,10 +157,6 @@ def _copy_of(rows: torch.Tensor) -> Any:
 def _version(tensor: torch.Tensor) -> int:
     # Tensors of inference mode have no counter.
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -52,7 +52,9 @@ class Store:
     `layout`: a folder for each checkpoint, or one `.pth` file, which holds sharded tensors whole.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry,
-    set_aside, written_anew, deleted, best_gone, housekeeping_failed.
+    set_aside, written_anew, deleted, best_gone, housekeeping_failed, disk_refused,
+    verified_on_disk, not_read_back.
+    `verify_after_write`: a save is over when all of it was read back from the disk.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Store:
         save_retries: int = 2,
         commit_method: Literal["auto"] | CommitMethod = "auto",
         layout: Literal["folders", "files"] = "folders",
+        verify_after_write: bool = False,
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -92,6 +95,7 @@ class Store:
         self._save_retries = save_retries
         self._probe = partial(probe, self.folder, self._disk, commit_method, on_event)
         self._files = layout == "files"
+        self._verify_after_write = verify_after_write
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -321,6 +325,7 @@ class Store:
                 line=self._line,
                 policy=self.policy,
                 retries=self._save_retries,
+                verify_after_write=self._verify_after_write,
                 lock=self._lock,
                 disk=self._disk,
                 ranks=self._ranks,

@@ -1,11 +1,11 @@
-"""State to safetensors pieces and back; with the sharded writer the only user of torch here.
+"""State to safetensors pieces; with `reading.py`, the way back, and the ranks' parts, on torch.
 
 Guarantees:
 1. A state that holds anything but tensors and plain values is refused before a byte is written.
 2. A tensor that is shared (tied weights) is stored once and comes back shared within one state.
 3. Every digest is taken from the very bytes that are handed to the disk.
-4. Loading looks at the manifest's byte ranges only; the file's own header is compared with its
-   digest and never believed, and nothing is allocated before the sizes are known to be right.
+4. What has to be copied to be written, from a GPU or out of order in memory, is copied a piece at
+   a time: a save that waits needs some 100 MiB, whatever the size of the state.
 """
 
 import json
@@ -18,19 +18,12 @@ from typing import Any
 
 import torch
 
-from keepstep.errors import CheckpointDamaged, UnsafeState
+from keepstep.errors import UnsafeState
 from keepstep.store.disk import Disk
-from keepstep.store.manifest import (
-    PIECE_BYTES_MAX,
-    FileEntry,
-    Manifest,
-    Piece,
-    TensorEntry,
-    digest_of,
-)
-from keepstep.store.plain import TensorReference, decode, encode, too_deep
+from keepstep.store.manifest import PIECE_BYTES_MAX, FileEntry, Piece, TensorEntry, digest_of
+from keepstep.store.plain import TensorReference, encode, too_deep
 from keepstep.store.ranks import OneRank, Ranks
-from keepstep.store.shards import Part, Place, Region, part_of, written_here
+from keepstep.store.shards import Part, part_of, written_here
 
 _HEADER_ALIGNMENT = 4096
 
@@ -162,10 +155,10 @@ def write_tensors(
         position = len(header)
         for name in names:
             part_here, tensor = parts[name], parts[name].local
-            data, pieces = bytes_of(tensor), []
+            pieces = []
             for offset, shape, start, end in _ranges(tuple(tensor.shape), tensor.element_size()):
                 go_on()
-                part = data[start:end]
+                part = bytes_of(narrowed(tensor, offset, shape))
                 pieces.append(
                     Piece(
                         offset=_added(part_here.region.offset, offset),
@@ -177,7 +170,7 @@ def write_tensors(
                     )
                 )
                 yield part
-            position += len(data)
+            position += bytes_in(tensor)
             entries.append(
                 TensorEntry(
                     name=name,
@@ -187,7 +180,8 @@ def write_tensors(
                 )
             )
 
-    size = disk.write_new_file(folder / file_name, chunks())
+    size = len(header) + sum(bytes_in(parts[name].local) for name in names)
+    disk.write_new_file(folder / file_name, chunks(), size=size)
     entry = FileEntry(
         name=file_name, size=size, header_end=len(header), header_digest=digest_of(header)
     )
@@ -221,123 +215,16 @@ def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def read_state(
-    folder: Path,
-    manifest: Manifest,
-    *,
-    only: str | None = None,
-    place_of: Callable[[str, tuple[int, ...]], Place | None] = lambda _name, _shape: None,
-) -> dict[str, Any]:
-    """Return the state of a checkpoint whose sizes were checked, verifying every byte it reads.
-
-    ``only``: the one key at the top of the state that is wanted. ``place_of(name, shape)``: where
-    a tensor goes, if this process wants a region of it only. Raises CheckpointDamaged.
-    """
-    tree = decode(manifest.plain)
-    if not isinstance(tree, dict):
-        raise CheckpointDamaged("the plain state is not a table")
-    if only is not None:
-        if only not in tree:
-            raise CheckpointDamaged(f"the checkpoint holds no {only!r}: only {sorted(tree)}")
-        tree = {only: tree[only]}
-    check_headers(folder, manifest)
-    entries = {entry.name: entry for entry in manifest.tensors}
-    loaded: dict[str, torch.Tensor] = {}
-
-    def put_together(value: Any) -> Any:
-        if isinstance(value, TensorReference):
-            if value.name not in entries:
-                raise CheckpointDamaged(f"the tensor {value.name} is not in the manifest")
-            if value.name not in loaded:
-                entry = entries[value.name]
-                loaded[value.name] = read_tensor(folder, entry, place_of(entry.name, entry.shape))
-            return loaded[value.name]
-        if isinstance(value, (list, tuple)):
-            return type(value)(put_together(item) for item in value)
-        if isinstance(value, dict):
-            return {key: put_together(item) for key, item in value.items()}
-        return value
-
-    state: dict[str, Any] = put_together(tree)
-    return state
-
-
-def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Compare each data file's header with its digest; CheckpointDamaged names the file."""
-    for entry in manifest.files:
-        with (folder / entry.name).open("rb") as file:
-            if digest_of(file.read(entry.header_end)) != entry.header_digest:
-                raise CheckpointDamaged(f"the header of {entry.name} does not match its digest")
-
-
-def read_tensor(folder: Path, entry: TensorEntry, place: Place | None = None) -> torch.Tensor:
-    """Return a tensor, or the part of it that `place` wants, every piece read and verified."""
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise CheckpointDamaged(f"{entry.name} has an unknown type {entry.dtype!r}")
-    whole = Region(offset=(0,) * len(entry.shape), shape=entry.shape)
-    region = whole if place is None else place.region
-    for piece in entry.pieces:
-        if piece.end - piece.start != math.prod(piece.shape) * dtype.itemsize:
-            raise CheckpointDamaged(f"a piece of {entry.name} has another size than its shape")
-    tensor = torch.empty(region.shape, dtype=dtype)
-    # The manifest's pieces cover the tensor (its invariant 5).
-    for piece in entry.pieces:
-        common = _common(Region(offset=piece.offset, shape=piece.shape), region)
-        if math.prod(common.shape):
-            _read_piece(folder, entry, piece, common, region, tensor)
-    return tensor if place is None else place.assemble(tensor)
-
-
-def _common(one: Region, other: Region) -> Region:
-    """Return the part that two regions have in common; its shape holds a 0 where there is none."""
-    low = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
-    high = tuple(
-        min(a + n, b + m)
-        for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    )
-    return Region(offset=low, shape=tuple(max(0, h - n) for n, h in zip(low, high, strict=True)))
-
-
-def _read_piece(
-    folder: Path,
-    entry: TensorEntry,
-    piece: Piece,
-    common: Region,
-    region: Region,
-    tensor: torch.Tensor,
-) -> None:
-    """Read and verify a whole piece, and put what it has `common` with the region in `tensor`."""
-    wanted = _narrowed(tensor, common, region.offset)
-    direct = common.shape == piece.shape and wanted.is_contiguous()
-    target = wanted if direct else torch.empty(piece.shape, dtype=tensor.dtype)
-    data = bytes_of(target)
-    with (folder / piece.file).open("rb", buffering=0) as file:
-        file.seek(piece.start)
-        _read_into(data, file.readinto)
-    if digest_of(data) != piece.digest:
-        raise CheckpointDamaged(
-            f"{piece.file}: bytes {piece.start:,} to {piece.end:,} ({entry.name}) do not match"
-            " their digest"
-        )
-    if not direct:
-        wanted.copy_(_narrowed(target, common, piece.offset))
-
-
-def _narrowed(tensor: torch.Tensor, region: Region, begin: tuple[int, ...]) -> torch.Tensor:
-    """Return the view of `region` in a tensor that begins at `begin`."""
-    for axis, (low, size, start) in enumerate(zip(region.offset, region.shape, begin, strict=True)):
-        tensor = tensor.narrow(axis, low - start, size)
+def narrowed(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the view of the block that begins at `offset`."""
+    for axis, (low, size) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(axis, low, size)
     return tensor
 
 
-def _read_into(data: memoryview, read: Callable[[memoryview], int | None]) -> None:
-    filled = 0
-    while filled < len(data):
-        count = read(data[filled:])
-        if not count:
-            raise CheckpointDamaged("a data file ended early")
-        filled += count
+def bytes_in(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

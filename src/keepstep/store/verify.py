@@ -1,11 +1,14 @@
 """Re-read every byte of a checkpoint and report; never repair. Needs no lock and no torch."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from keepstep.errors import CheckpointDamaged
 from keepstep.store.archive import fault_of
 from keepstep.store.catalog import Checkpoint
+from keepstep.store.direct import Reader
 from keepstep.store.layout import MANIFEST_NAME, is_data_name, is_file_name
 from keepstep.store.manifest import FileEntry, Manifest, digest_of, read_manifest
 
@@ -20,8 +23,12 @@ class Fault:
     message: str
 
 
-def verify(checkpoint: Checkpoint) -> list[Fault]:
-    """Return all faults of a checkpoint; none means that every byte is what was saved."""
+def verify(checkpoint: Checkpoint, *, from_disk: bool = False) -> list[Fault]:
+    """Return all faults of a checkpoint; none means that every byte is what was saved.
+
+    ``from_disk``: past the page cache, also where memory still has the bytes; where the file
+    system does not take that, the cache is asked to let them go first.
+    """
     if is_file_name(checkpoint.path.name):
         fault = checkpoint.fault or fault_of(checkpoint.path)
         return [Fault(file=checkpoint.name, tensor="", offset=0, message=fault)] if fault else []
@@ -43,13 +50,24 @@ def verify(checkpoint: Checkpoint) -> list[Fault]:
     faults: list[Fault] = []
     for entry in manifest.files:
         try:
-            faults += _verify_file(checkpoint, manifest, entry)
+            faults += faults_in(checkpoint.path, manifest, entry, from_disk=from_disk) or []
         except OSError as error:
             faults.append(Fault(file=entry.name, tensor="", offset=0, message=str(error)))
     return faults
 
 
-def _verify_file(checkpoint: Checkpoint, manifest: Manifest, entry: FileEntry) -> list[Fault]:
+def faults_in(
+    folder: Path,
+    manifest: Manifest,
+    entry: FileEntry,
+    *,
+    from_disk: bool,
+    give_up: Callable[[], bool] = lambda: False,
+) -> list[Fault] | None:
+    """Return the faults of one data file; None where it was given up before its end.
+
+    ``from_disk``: see `verify`. ``give_up``: asked before each piece. Memory: one piece.
+    """
     ranges = [("", 0, entry.header_end, entry.header_digest)]
     ranges += [
         (tensor.name, piece.start, piece.end, piece.digest)
@@ -58,23 +76,13 @@ def _verify_file(checkpoint: Checkpoint, manifest: Manifest, entry: FileEntry) -
         if piece.file == entry.name
     ]
     faults = []
-    with (checkpoint.path / entry.name).open("rb", buffering=0) as file:
+    with closing(Reader(folder / entry.name, from_disk=from_disk)) as reader:
         for tensor, start, end, digest in sorted(ranges, key=lambda part: part[1:3]):
-            file.seek(start)
-            if digest_of(_read(file.read, end - start)) != digest:
+            if give_up():
+                return None
+            data = memoryview(bytearray(end - start))
+            if digest_of(data[: reader.read_into(data, start)]) != digest:
                 what = f"tensor {tensor}" if tensor else "the header"
                 message = f"bytes {start:,} to {end:,} ({what}) do not match their digest"
                 faults.append(Fault(file=entry.name, tensor=tensor, offset=start, message=message))
     return faults
-
-
-def _read(read: Callable[[int], bytes | None], count: int) -> bytes:
-    """Read `count` bytes, or fewer where the file ends; one call may return a part."""
-    parts: list[bytes] = []
-    while count > 0:
-        part = read(count)
-        if not part:
-            break
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)

@@ -47,6 +47,7 @@ class Writer:
         line: Line,
         policy: Retention,
         retries: int,
+        verify_after_write: bool,
         lock: FolderLock,
         disk: Disk,
         ranks: Ranks,
@@ -62,6 +63,7 @@ class Writer:
         self._line = line
         self._policy = policy
         self._retries = retries
+        self._verify_after_write = verify_after_write
         self._lock = lock
         self._disk = disk
         self._ranks = ranks
@@ -184,6 +186,7 @@ class Writer:
             folder=self._folder,
             newest=self._line.newest,
             retries=self._retries,
+            verify_after_write=self._verify_after_write,
             disk=self._disk,
             ranks=ranks,
             halt=halt,

@@ -174,10 +174,10 @@ def test_verify_names_the_file_the_tensor_and_the_offset_of_a_flipped_bit(run, c
 
 
 def test_a_checkpoint_that_a_live_run_deletes_meanwhile_is_not_damage(run, capsys, monkeypatch):
-    def verify_late(entry):
+    def verify_late(entry, **how):
         if entry.name == "step_1":
             shutil.rmtree(entry.path)
-        return verify(entry)
+        return verify(entry, **how)
 
     monkeypatch.setattr("keepstep.cli.ckpt.verify", verify_late)
     code, text = ckpt(capsys, "verify", run)
