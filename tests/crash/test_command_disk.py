@@ -61,6 +61,7 @@ def test_an_error_at_any_file_operation_around_a_save_loses_nothing(
     assert {"symlink", "unlink", "remove_folder", "write", "rename"} <= seen, operations
     for number in numbers[part::PARTS]:
         run, what = tmp_path / str(number), operations[number - 1]
+        run.mkdir()
         words = ("train", config, f"--checkpoint.dir={run}", *SHORT)
         done = keepstep(*words, extra=injecting(at=number, action="EIO"))
         assert "Traceback" not in done.stdout, what

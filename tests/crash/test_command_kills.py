@@ -78,17 +78,23 @@ PARTS = 4
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.timeout(900)
 def test_a_kill_before_every_file_operation_of_a_save_loses_nothing(
-    config, operations, short_reference, tmp_path, part
+    config, killed, short_reference, tmp_path, part
 ):
     """The save of step 6: data, manifest, commit, links, and the delete of an older one."""
+    operations = killed.operations
     save = operations_of_a_save(operations, 6)
     numbers = [number for number in save if leaves_more_when_killed(operations[number - 1])]
     assert len(numbers) >= 12, operations
     for number in numbers[part::PARTS]:
         run = tmp_path / str(number)
         words = ("train", config, f"--checkpoint.dir={run}", *SHORT)
-        done = keepstep(*words, extra=injecting(at=number, action="kill"))
-        assert done.returncode == -signal.SIGKILL, f"{number}: {done.stdout}"
+        if number in numbers[:: len(numbers) // 3]:
+            run.mkdir()
+            done = keepstep(*words, extra=injecting(at=number, action="kill"))
+            assert done.returncode == -signal.SIGKILL, f"{number}: {done.stdout}"
+            assert shape_of(run) == shape_of(killed.copies / str(number))
+        else:
+            shutil.copytree(killed.copies / str(number), run, symlinks=True)
         assert whole(run), operations[number - 1]
         assert max(steps(run)) >= 4, operations[number - 1]
         again = keepstep(*words)
@@ -96,6 +102,18 @@ def test_a_kill_before_every_file_operation_of_a_save_loses_nothing(
         assert_same_as(run, short_reference)
         leftovers = [path.name for path in run.iterdir() if path.name.startswith(".")]
         assert not leftovers, operations[number - 1]
+
+
+def shape_of(run: Path) -> list[tuple[str, int]]:
+    """Return what a folder holds: names, without their random parts, and sizes of data."""
+    return sorted(
+        (re.sub("[0-9a-f]{16}", "", str(path.relative_to(run))), size_of(path))
+        for path in run.rglob("*")
+    )
+
+
+def size_of(path: Path) -> int:
+    return path.lstat().st_size if path.suffix == ".safetensors" else 0
 
 
 def damaged_newest(run: Path) -> None:
@@ -128,9 +146,10 @@ def test_a_kill_at_every_operation_of_a_resume_that_sets_aside_loses_nothing(
     def words(run: Path) -> tuple:
         return ("train", config, f"--checkpoint.dir={run}", *SHORT, *flags)
 
-    logged = tmp_path / "logged"
+    logged, copies = tmp_path / "logged", tmp_path / "copies"
     shutil.copytree(template, logged, symlinks=True)
-    operations = logged_operations(tmp_path / "log", *words(logged))
+    log = tmp_path / "log"
+    operations = logged_operations(log, *words(logged), copies=(logged, copies))
     assert_same_as(logged, short_reference)
     first_save = next(n for n, line in enumerate(operations) if "/.staging-6-" in line)
     assert first_save >= 10, operations
@@ -144,10 +163,7 @@ def test_a_kill_at_every_operation_of_a_resume_that_sets_aside_loses_nothing(
     ]
     assert len(numbers) >= 8, operations
     for number in numbers[part::2]:
-        run = tmp_path / str(number)
-        shutil.copytree(template, run, symlinks=True)
-        killed = keepstep(*words(run), extra=injecting(at=number, action="kill"))
-        assert killed.returncode == -signal.SIGKILL, f"{number}: {killed.stdout}"
+        run = copies / str(number)
         again = keepstep(*words(run))
         assert again.returncode == 0, f"{operations[number - 1]}: {again.stdout}"
         assert_same_as(run, short_reference)

@@ -30,9 +30,17 @@ def assert_same_as(run: Path, reference: Path) -> None:
     assert found == [(e["step"], e["metrics"]) for e in events(reference, "evaluation")]
 
 
-def logged_operations(log: Path, *words: object) -> list[str]:
-    """Run the command to its end; return its file operations in order, `number name path`."""
-    done = keepstep(*words, extra=injecting(log=str(log), at=0))
+def logged_operations(
+    log: Path, *words: object, copies: tuple[Path, Path] | None = None
+) -> list[str]:
+    """Run the command to its end; return its file operations in order, `number name path`.
+
+    ``copies`` (folder, into): what a SIGKILL before each operation would leave of a folder, in
+    `into/<number>`. The files are in the kernel's hands: a killed process leaves what a reader sees
+    at that instant.
+    """
+    spec = {} if copies is None else {"copies": [str(path) for path in copies]}
+    done = keepstep(*words, extra=injecting(log=str(log), at=0, **spec))
     assert done.returncode == 0, done.stdout
     return log.read_text().splitlines()
 

@@ -21,6 +21,8 @@ from keepstep.errors import CheckpointDamaged
 
 Names = Mapping[int, str]
 _STEP = "step"  # torch's name for the number of updates of a parameter
+_OF_EACH_ELEMENT = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon)
+"""Those whose state is known to have the parameter's shape; others may keep anything."""
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
@@ -63,27 +65,40 @@ def restore_state(
             f" {homeless or 'none'}, nothing saved for {unknown or 'none'}",
             hint="The optimizer or the model's parameters have changed since the checkpoint.",
         )
+    beside = {
+        names[id(parameter)]: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    of_each_element = isinstance(optimizer, _OF_EACH_ELEMENT)
+
+    def placed(value: Any, key: str, name: str) -> Any:
+        """Return a value of a parameter's state, its tensors where the optimizer wants them."""
+        if isinstance(value, Mapping):
+            return {inner: placed(item, f"{key}.{inner}", name) for inner, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(placed(item, f"{key}.{n}", name) for n, item in enumerate(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        parameter = parameters[name]
+        if value.shape == parameter.shape:
+            # A new tensor with the parameter's strides: kernels may round otherwise for another
+            # layout.
+            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        is_count = key == _STEP and value.dim() == 0
+        if of_each_element and not is_count:
+            raise CheckpointDamaged(
+                f"the state {key!r} of {name} has the shape {tuple(value.shape)}, the parameter"
+                f" {tuple(parameter.shape)}"
+            )
+        # The count of updates is wanted beside the parameter by fused kernels, by others on the
+        # host. It is counted in place, so a shared one would be counted by two optimizers.
+        device = "cpu" if is_count and not beside[name] else parameter.device
+        return value.to(device, copy=True)
+
     restored = {
-        parameters[name]: {
-            key: _placed(value, key, parameters[name], name) for key, value in entries.items()
-        }
+        parameters[name]: {key: placed(value, key, name) for key, value in entries.items()}
         for name, entries in saved.items()
     }
     optimizer.state.clear()
     optimizer.state.update(restored)
-
-
-def _placed(value: Any, key: str, parameter: torch.Tensor, name: str) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape == parameter.shape:
-        # A new tensor with the parameter's strides: kernels may round otherwise for another layout.
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-    if key == _STEP and value.dim() == 0:
-        # The fused kernels, which are the ones in use, want the count where the parameter is. It is
-        # counted in place, so a shared one would be counted by two optimizers.
-        return value.to(parameter.device, copy=True)
-    raise CheckpointDamaged(
-        f"the state {key!r} of {name} has the shape {tuple(value.shape)}, the parameter"
-        f" {tuple(parameter.shape)}"
-    )

@@ -94,6 +94,7 @@ def rehearse(
                 _save_read_delete(snapshot, facts, scratch, files=files, disk=disk, ranks=ranks)
             found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n, newest))
             size = _size_of(snapshot, ranks) + bytes_to_come - found.pop("linked_bytes")
+            size = max(size, _FILE_BYTES)
             room = Room(folder=folder, checkpoint_bytes=size, **found)
             room.require(room.wanted if newest is None else 1)
             share = -(-size // ranks.size)

@@ -4,10 +4,11 @@
 EIO, ENOSPC or log), `only` (a prefix of operations that count, such as a path's part), `every`
 (fail at each operation from `at` on), `log` (a file that gets one line an operation), `armed_by`
 (a file: operations count only while it is there), `rank` (a rank's number as text: only it
-fails). `signal_at_import` ([module, signal]) sends the
-process a signal when it begins to import a module. `hold_copy` (seconds) is how long the writer
-of an asynchronous save waits before it copies. The product is unmodified: only the
-announcement `Disk.operation`, which does nothing in production, and that moment are replaced.
+fails). `signal_at_import` ([module, signal]) sends the process a signal when it begins to import a
+module. `copies` ([folder, into]) copies a folder before each operation, into one of that number.
+`hold_copy` (seconds) is how long the writer of an asynchronous save waits before it copies. The
+product is unmodified: only the announcement `Disk.operation`, which does nothing in production,
+and that moment are replaced.
 """
 
 import errno
@@ -15,6 +16,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -36,6 +38,9 @@ def _operation(self, name, path):
     if "log" in _SPEC:
         with open(_SPEC["log"], "a") as log:
             log.write(f"{_count} {text}\n")
+    if "copies" in _SPEC:
+        folder, into = _SPEC["copies"]
+        shutil.copytree(folder, f"{into}/{_count}", symlinks=True)
     at = _SPEC.get("at", 0)
     if _count == at or (_SPEC.get("every") and at and _count > at):
         if _SPEC["action"] == "kill":

@@ -10,7 +10,7 @@ import torch
 
 from keepstep.errors import CheckpointDamaged
 from keepstep.state.optimizer_state import names_of, restore_state, state_by_name
-from keepstep.store import list_checkpoints
+from keepstep.store import Store, list_checkpoints, load_state
 
 RULES = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -138,6 +138,65 @@ def test_a_moment_takes_the_layout_of_its_parameter_and_no_memory_of_the_saved_o
     assert torch.equal(found["momentum_buffer"], moment)
     assert found["momentum_buffer"].data_ptr() != moment.data_ptr()
     assert found["note"] == "plain"
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps state of many forms, and uses all of it."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            if not state:
+                state["past"] = [torch.zeros_like(p), torch.zeros_like(p)]
+                state["rows"] = {"mean": torch.zeros(p.shape[0], 1), "bound": {"most": 1.0}}
+                state["count"], state["warm"], state["pair"] = torch.tensor(0), False, (0.5, None)
+            past, rows = state["past"], state["rows"]
+            past[0].mul_(state["pair"][0]).add_(p.grad)
+            past[1].add_(past[0] * state["count"])
+            rows["mean"].lerp_(p.grad.mean(1, keepdim=True), 0.3)
+            rows["bound"]["most"] = max(rows["bound"]["most"], p.grad.abs().max().item())
+            state["count"] += 1
+            size = 0.1 if state["warm"] else 0.01
+            p -= size * (past[0] + past[1] + rows["mean"]) / rows["bound"]["most"]
+            state["warm"] = True
+
+
+def test_an_optimizer_of_ones_own_keeps_state_of_any_form_through_a_checkpoint(tmp_path):
+    model, other = linear(), linear()
+    optimizer, fresh = Odd(model.parameters()), Odd(other.parameters())
+    advance(model, optimizer, 3)
+    with Store(tmp_path) as store:
+        saved = {"model": model.state_dict(), "state": state_by_name(optimizer, names_of(model))}
+        path = store.save(saved, step=3).path
+    state = load_state(path)
+    other.load_state_dict(state["model"])
+    restore_state(fresh, names_of(other), state["state"], saved_parameters=["weight"])
+    for inner in (state["state"]["weight"]["past"][0], state["state"]["weight"]["rows"]["mean"]):
+        inner.fill_(9)  # What was restored shares no memory with it.
+    advance(model, optimizer, 3)
+    advance(other, fresh, 3)
+    assert torch.equal(model.weight, other.weight)
+    (mine,), (theirs,) = optimizer.state.values(), fresh.state.values()
+    assert mine["rows"]["bound"] == theirs["rows"]["bound"]
+    assert mine["count"] == theirs["count"] == 6
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adam", "RMSprop", "NAdam"])
+def test_other_optimizers_of_torch_go_on_as_if_never_interrupted(name):
+    model, other = linear(), linear()
+    rule = getattr(torch.optim, name)
+    optimizer, fresh = rule(model.parameters(), lr=0.01), rule(other.parameters(), lr=0.01)
+    advance(model, optimizer, 3)
+    other.load_state_dict(model.state_dict())
+    saved = state_by_name(optimizer, names_of(model))
+    restore_state(fresh, names_of(other), saved, saved_parameters=["weight"])
+    advance(model, optimizer, 3)
+    advance(other, fresh, 3)
+    assert torch.equal(model.weight, other.weight)
 
 
 def test_what_the_optimizer_held_before_is_gone():

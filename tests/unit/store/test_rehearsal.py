@@ -141,6 +141,30 @@ def test_the_room_for_all_that_are_kept_and_one_more_is_asked_for(small_disk):
             store.rehearse(STATE)
 
 
+def test_what_will_be_linked_needs_no_room(tmp_path):
+    state = {"encoder": torch.arange(1 << 18), "n": 1}
+    with Store(tmp_path, keep_last_n=1) as store:
+        for step in (1, 2):
+            store.save({**state, "head": torch.tensor(step)}, step=step)
+        before = store.rehearse(state).checkpoint_bytes
+        store.save({**state, "head": torch.tensor(3)}, step=3)
+        assert store.newest.files[0].size > 2 << 20
+        room = store.rehearse(state)
+    assert room.checkpoint_bytes < 1 << 16 < 2 << 20 < before
+    with Store(tmp_path, keep_last_n=1) as store:
+        store.restore()
+        assert store.rehearse(state).checkpoint_bytes == room.checkpoint_bytes
+
+
+def test_in_single_files_such_a_file_is_rehearsed(tmp_path):
+    disk = RecordingDisk()
+    with Store(tmp_path, layout="files", disk=disk) as store:
+        store.restore()
+        store.rehearse({"w": torch.ones(3), "n": [1, {"a": 2}]})
+    assert {("rename", "steps_0.pth"), ("rename", "latest.pth")} <= set(disk.log)
+    assert left_in(tmp_path) == []
+
+
 def test_a_limit_on_the_size_of_a_file_is_found(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))
