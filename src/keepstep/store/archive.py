@@ -21,6 +21,7 @@ from pickle import PicklingError, UnpicklingError
 from typing import IO, Any, cast
 
 from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
+from keepstep.store.direct import forget
 from keepstep.store.disk import Disk
 from keepstep.store.handles import NewFile
 from keepstep.store.pickled import names_in
@@ -80,10 +81,15 @@ def check_new(path: Path) -> None:
         )
 
 
-def fault_of(path: Path) -> str | None:
-    """Return what is wrong with a file, or None; one that cannot be read has that fault."""
+def fault_of(path: Path, *, from_disk: bool = False) -> str | None:
+    """Return what is wrong with a file, or None; one that cannot be read has that fault.
+
+    ``from_disk``: the page cache is asked to let the file go first.
+    """
     try:
         with path.open("rb") as file:
+            if from_disk:
+                forget(file.fileno())
             return fault_in(file)
     except OSError as error:
         return str(error)

@@ -14,6 +14,7 @@ from typing import Any
 from keepstep.errors import SaveAbandoned, SaveFailed
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import Facts, Manifest
+from keepstep.store.methods import Saving
 from keepstep.store.ranks import Ranks
 from keepstep.store.read_back import read_back
 
@@ -27,8 +28,7 @@ def commit_with_retries(
     commit: Callable[..., tuple[Manifest, bool]],
     folder: Path,
     newest: Manifest | None,
-    retries: int,
-    verify_after_write: bool,
+    saving: Saving,
     disk: Disk,
     ranks: Ranks,
     halt: threading.Event,
@@ -36,11 +36,11 @@ def commit_with_retries(
 ) -> tuple[Manifest, bool]:
     """Commit; return the manifest, and whether it is a new one.
 
-    ``commit``: makes one attempt, from what it takes for a ``snapshot``. ``verify_after_write``:
-    only when it was read back from the disk; see `read_back`. ``halt``: set to give up, on any
-    rank: SaveAbandoned on all of them.
+    ``commit``: makes one attempt, from what it takes for a ``snapshot``. ``saving``: how often, and
+    whether each is read back from the disk; see `read_back`. ``halt``: set to give up, on any rank:
+    SaveAbandoned on all of them.
     """
-    for attempt in range(retries + 1):
+    for attempt in range(saving.retries + 1):
         try:
             manifest, new = commit(
                 snapshot,
@@ -52,12 +52,19 @@ def commit_with_retries(
                 on_event=on_event,
             )
             _tell_refusals(disk, on_event)
-            if verify_after_write:
-                read_back(folder, facts.step, disk=disk, ranks=ranks, halt=halt, on_event=on_event)
+            if saving.verify_after_write:
+                read_back(
+                    folder / manifest.name,
+                    step=facts.step,
+                    disk=disk,
+                    ranks=ranks,
+                    halt=halt,
+                    on_event=on_event,
+                )
             return manifest, new
         except OSError as error:
             _tell_refusals(disk, on_event)
-            if attempt == retries:
+            if attempt == saving.retries:
                 raise _save_failed(error, facts.step, folder, newest) from error
             on_event("retry", attempt=attempt + 1, step=facts.step, error=str(error))
             if halt.wait(_BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]):

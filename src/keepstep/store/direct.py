@@ -26,8 +26,10 @@ import numpy as np
 
 BLOCK_BYTES = 4096
 """What offsets, lengths and addresses are multiples of; devices ask for 512 or 4,096."""
-BUFFER_BYTES = 8 << 20
-"""One transfer: long enough that its setup does not count, short enough to begin early."""
+WRITE_BYTES = 2 << 20
+"""One write: its setup does not count, and both buffers stay in the cache of the processor."""
+READ_BYTES = 8 << 20
+"""One read of a large file."""
 
 
 def set_direct(descriptor: int, *, on: bool = True) -> bool:
@@ -50,17 +52,17 @@ def write_blocks(chunks: Iterable[bytes | memoryview], write: Callable[[memoryvi
     filled by this one, which also runs `chunks`. After an error no thread writes any more.
     """
     size, filled = 0, 0
-    buffers, current = [memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(2)], 0
+    buffers, current = [memoryview(mmap.mmap(-1, WRITE_BYTES)) for _ in range(2)], 0
     with ThreadPoolExecutor(1, thread_name_prefix="keepstep-write") as pool:
         under_way: Future[None] | None = None
         for chunk in chunks:
             rest = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
             size += len(rest)
             while len(rest):
-                count = min(len(rest), BUFFER_BYTES - filled)
+                count = min(len(rest), WRITE_BYTES - filled)
                 copy_bytes(buffers[current][filled : filled + count], rest[:count])
                 rest, filled = rest[count:], filled + count
-                if filled == BUFFER_BYTES:
+                if filled == WRITE_BYTES:
                     if under_way is not None:
                         under_way.result()
                     under_way = _hand_over(pool, write, buffers[current])
@@ -101,12 +103,12 @@ class Reader:
         self._from_disk = from_disk
         self._own = threading.local()
         self._descriptor = os.open(path, os.O_RDONLY)
-        large = os.fstat(self._descriptor).st_size >= BUFFER_BYTES
-        self._direct = (
-            from_disk or (large and not _is_in_memory(self._descriptor))
-        ) and set_direct(self._descriptor)
+        large = os.fstat(self._descriptor).st_size >= READ_BYTES
+        self._direct = (from_disk or (large and not is_in_memory(self._descriptor))) and set_direct(
+            self._descriptor
+        )
         if from_disk and not self._direct:
-            self._forget()
+            forget(self._descriptor)
 
     def read_into(self, data: memoryview, start: int) -> int:
         """Fill `data` with the bytes from `start` on; return how many there were."""
@@ -121,7 +123,7 @@ class Reader:
                 set_direct(self._descriptor, on=False)
                 self._direct = False
                 if self._from_disk:
-                    self._forget()
+                    forget(self._descriptor)
         filled = 0
         while filled < len(data):
             count = os.preadv(self._descriptor, [data[filled:]], start + filled)
@@ -132,12 +134,12 @@ class Reader:
 
     def _read_direct(self, data: memoryview, start: int) -> int:
         if not hasattr(self._own, "buffer"):
-            self._own.buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+            self._own.buffer = memoryview(mmap.mmap(-1, READ_BYTES))
         buffer, filled, end = self._own.buffer, 0, start + len(data)
         while filled < len(data):
             skip = (start + filled) % BLOCK_BYTES
             begin = start + filled - skip
-            length = min(BUFFER_BYTES, end - begin + -(end - begin) % BLOCK_BYTES)
+            length = min(READ_BYTES, end - begin + -(end - begin) % BLOCK_BYTES)
             count = os.preadv(self._descriptor, [buffer[:length]], begin)
             got = min(count - skip, len(data) - filled)
             if got <= 0:
@@ -146,16 +148,17 @@ class Reader:
             filled += got
         return filled
 
-    def _forget(self) -> None:
-        """Have the page cache let the file go; its pages are clean, since the file was synced."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
 
 
-def _is_in_memory(descriptor: int) -> bool:
+def forget(descriptor: int) -> None:
+    """Have the page cache let a file go; its pages are clean, since the file was synced."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def is_in_memory(descriptor: int) -> bool:
     """Tell whether most of a file is in the page cache, without reading any of it (mincore)."""
     size = os.fstat(descriptor).st_size
     resident = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)

@@ -21,3 +21,16 @@ class Methods:
     def __str__(self) -> str:
         """Return what the log and the manifest say."""
         return self.commit if self.pointers == "links" else f"{self.commit}, pointer files"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """How a session saves, whatever the file system can do.
+
+    `retries`: attempts after the first. `verify_after_write`: a save is over when all of it was
+    read back from the disk. `files`: each checkpoint is one file.
+    """
+
+    retries: int
+    verify_after_write: bool
+    files: bool

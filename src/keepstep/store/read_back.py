@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from keepstep.store.archive import fault_of
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
-from keepstep.store.layout import step_name
+from keepstep.store.layout import is_file_name
 from keepstep.store.manifest import read_manifest
 from keepstep.store.ranks import Ranks, first, together
 from keepstep.store.verify import faults_in
 
 
 def read_back(
-    folder: Path,
-    step: int,
+    path: Path,
     *,
+    step: int,
     disk: Disk,
     ranks: Ranks,
     halt: threading.Event,
@@ -36,9 +37,12 @@ def read_back(
     Each rank reads its share of the files. Where ``halt`` is set meanwhile the rest is not read,
     which is told as `not_read_back`: the checkpoint is committed all the same.
     """
-    path, begun = folder / step_name(step), time.monotonic()
+    begun = time.monotonic()
 
     def own() -> dict[str, list[str]] | None:
+        if is_file_name(path.name):
+            fault = fault_of(path, from_disk=True) if ranks.rank == 0 else None
+            return {"faults": [f"{path.name}: {fault}"] if fault else []}
         manifest, faults = read_manifest(path), []
         for entry in manifest.files[ranks.rank :: ranks.size]:
             found = faults_in(path, manifest, entry, from_disk=True, give_up=halt.is_set)
@@ -54,7 +58,7 @@ def read_back(
         on_event("set_aside", name=path.name, new_name=name)
         more = f" and {len(faults) - 1} more" * (len(faults) > 1)
         text = f"the disk does not hold what was written: {faults[0]}{more}"
-        raise OSError(errno.EIO, text, str(folder / name))
+        raise OSError(errno.EIO, text, str(path.parent / name))
     if None in answers:
         on_event("not_read_back", step=step)
     else:

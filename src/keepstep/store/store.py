@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from keepstep.store import resume
@@ -25,7 +24,7 @@ from keepstep.store.layout import LOCK_NAME
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Facts, Manifest
-from keepstep.store.methods import CommitMethod
+from keepstep.store.methods import CommitMethod, Saving
 from keepstep.store.probe import probe
 from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.resume import Like, Restored
@@ -92,10 +91,10 @@ class Store:
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
-        self._save_retries = save_retries
         self._probe = partial(probe, self.folder, self._disk, commit_method, on_event)
-        self._files = layout == "files"
-        self._verify_after_write = verify_after_write
+        self._saving = Saving(
+            retries=save_retries, verify_after_write=verify_after_write, files=layout == "files"
+        )
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -143,12 +142,7 @@ class Store:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the store; an error of a save does not take the place of one in the block."""
         try:
             self.close()
@@ -185,7 +179,7 @@ class Store:
             found,
             choice,
             self.folder,
-            files=self._files,
+            files=self._saving.files,
             must_match=must_match,
             run_id=run_id,
             ranks=self._ranks,
@@ -292,7 +286,7 @@ class Store:
             folder=self.folder,
             keep_last_n=self.policy.keep_last_n,
             newest=self._line.newest,
-            files=self._files,
+            files=self._saving.files,
             bytes_to_come=bytes_to_come,
             disk=self._disk,
             ranks=self._ranks,
@@ -324,13 +318,11 @@ class Store:
                 self.folder,
                 line=self._line,
                 policy=self.policy,
-                retries=self._save_retries,
-                verify_after_write=self._verify_after_write,
+                saving=self._saving,
                 lock=self._lock,
                 disk=self._disk,
                 ranks=self._ranks,
                 on_event=self._on_event,
-                files=self._files,
             )
         return self._writer
 

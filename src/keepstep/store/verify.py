@@ -30,7 +30,7 @@ def verify(checkpoint: Checkpoint, *, from_disk: bool = False) -> list[Fault]:
     system does not take that, the cache is asked to let them go first.
     """
     if is_file_name(checkpoint.path.name):
-        fault = checkpoint.fault or fault_of(checkpoint.path)
+        fault = checkpoint.fault or fault_of(checkpoint.path, from_disk=from_disk)
         return [Fault(file=checkpoint.name, tensor="", offset=0, message=fault)] if fault else []
     try:
         manifest = read_manifest(checkpoint.path)

@@ -26,6 +26,7 @@ from keepstep.store.file_commit import commit_file, gather_whole, point_files
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Facts, Manifest
+from keepstep.store.methods import Saving
 from keepstep.store.pending import Pending
 from keepstep.store.ranks import Ranks, first, together
 from keepstep.store.retention import Retention
@@ -46,24 +47,20 @@ class Writer:
         *,
         line: Line,
         policy: Retention,
-        retries: int,
-        verify_after_write: bool,
+        saving: Saving,
         lock: FolderLock,
         disk: Disk,
         ranks: Ranks,
         on_event: Callable[..., None],
-        files: bool,
     ) -> None:
         self._folder = folder
-        self._files = files
+        self._saving = saving
         self._unchanged = Unchanged(ranks.rank)
         self._commit: Callable[..., tuple[Manifest, bool]] = (
-            commit_file if files else partial(commit.commit, unchanged=self._unchanged)
+            commit_file if saving.files else partial(commit.commit, unchanged=self._unchanged)
         )
         self._line = line
         self._policy = policy
-        self._retries = retries
-        self._verify_after_write = verify_after_write
         self._lock = lock
         self._disk = disk
         self._ranks = ranks
@@ -90,12 +87,12 @@ class Writer:
         self, state: Mapping[str, Any], snapshot: Snapshot, facts: Facts, *, started: float
     ) -> Saved:
         """Return when the checkpoint is durable. ``started``: when the save was called for."""
-        taken = gather_whole(state, snapshot, self._ranks) if self._files else snapshot
+        taken = gather_whole(state, snapshot, self._ranks) if self._saving.files else snapshot
         return self._write(taken, facts, started, self._ranks, threading.Event(), self._on_event)
 
     def cut(self, snapshot: Snapshot, copy_now: bool | Collection[str]) -> Cut:
         """Take the cut of a save that is written later."""
-        if self._files:
+        if self._saving.files:
             raise UsageError("a checkpoint of one file cannot be written while training goes on")
         moving = () if isinstance(copy_now, bool) else copy_now
         if isinstance(moving, str):
@@ -163,7 +160,7 @@ class Writer:
             self._folder,
             newest=self._line.newest,
             best=self._line.best.best,
-            point=point_files if self._files else commit.point_links,
+            point=point_files if self._saving.files else commit.point_links,
             disk=self._disk,
             on_event=tell,
         )
@@ -185,8 +182,7 @@ class Writer:
             commit=self._commit,
             folder=self._folder,
             newest=self._line.newest,
-            retries=self._retries,
-            verify_after_write=self._verify_after_write,
+            saving=self._saving,
             disk=self._disk,
             ranks=ranks,
             halt=halt,

@@ -18,6 +18,8 @@ from tests.helpers.child import in_a_child
 from tests.helpers.recording_disk import DyingDisk, RecordingDisk
 
 DATA = "rank-00000.safetensors"
+WRITES = 5
+"""Of a state below."""
 
 
 def state_of(step: int, *, millions: float = 8.0) -> dict[str, object]:
@@ -76,7 +78,7 @@ def test_a_large_file_is_reserved_written_in_blocks_and_cut_to_its_size(tmp_path
     assert names == [
         "create", "allocate", *["write"] * len(disk.direct), "truncate", "sync", "close"
     ]  # fmt: skip
-    assert disk.direct == [takes_direct(tmp_path)] * 2
+    assert disk.direct == [takes_direct(tmp_path)] * WRITES
     [entry] = list_checkpoints(tmp_path)
     assert verify(entry) == []
     assert_is_state(load_state(entry.path), 1)
@@ -98,7 +100,7 @@ def test_a_disk_that_refuses_a_direct_write_gets_the_next_attempt_through_the_ca
         pytest.skip("the temporary folder takes no direct writes")
     needs_a_disk(tmp_path)
     # Not a whole number of blocks: what a device with larger ones would say to ours.
-    monkeypatch.setattr(direct, "BUFFER_BYTES", 1_000_001)
+    monkeypatch.setattr(direct, "WRITE_BYTES", 1_000_001)
     disk = WatchedDisk()
     heard = save(tmp_path, disk, 1, 2)
     assert disk.direct[0] is True
@@ -136,7 +138,7 @@ def test_a_full_disk_says_so_before_a_byte_is_written(tmp_path):
         with pytest.raises(SaveFailed, match="No space left on device") as caught:
             save(place, disk, 1, 2, save_retries=0)
         assert "Make room" in caught.value.hint
-        assert len(disk.direct) == 2, "only the first save's"
+        assert len(disk.direct) == WRITES, "only the first save's"
         assert [entry.name for entry in list_checkpoints(place)] == ["step_1"]
         assert_is_state(load_state(place / "step_1"), 1)
         assert not [path for path in place.iterdir() if path.name.startswith(".staging")]
@@ -275,10 +277,10 @@ def damaged_when_committed(times: int) -> Disk:
         left = times
 
         def operation(self, name: str, path: Path) -> None:
-            commits = name == "rename" and path.name == "step_2" and path.parent.name != "aside"
-            if commits and self.left:
+            commits = name == "rename" and path.name in ("step_2", "steps_2.pth")
+            if commits and path.parent.name != "aside" and self.left:
                 self.left -= 1
-                [data] = path.parent.glob(f".staging-2-*/{DATA}")
+                [data] = [*path.parent.glob(f".staging-2-*/{DATA}"), *path.parent.glob("*.tmp")]
                 with data.open("r+b") as file:
                     file.seek(9_000_000)
                     byte = file.read(1)
@@ -321,3 +323,23 @@ def test_an_asynchronous_save_is_read_back_too(tmp_path):
         store.save(state_of(1), step=1, wait=False)
         store.collect()
     assert heard == ["snapshot", "written", "verified_on_disk", "committed"]
+
+
+def test_a_single_file_is_read_back_too_and_verified_from_the_disk(tmp_path):
+    heard = save(
+        tmp_path, damaged_when_committed(1), 1, 2,
+        verify_after_write=True, keep_last_n=1, layout="files",
+    )  # fmt: skip
+    events = [event for event, _ in heard]
+    assert [e for e in events if e in ("verified_on_disk", "set_aside", "retry", "deleted")] == [
+        "verified_on_disk", "set_aside", "retry", "verified_on_disk", "deleted"
+    ]  # fmt: skip
+    [entry] = list_checkpoints(tmp_path)
+    assert verify(entry, from_disk=True) == []
+    needs_a_disk(tmp_path)
+    in_memory = direct.is_in_memory
+    with entry.path.open("rb") as file:
+        file.read()
+        assert in_memory(file.fileno())
+        direct.forget(file.fileno())
+        assert not in_memory(file.fileno())

@@ -171,7 +171,8 @@ def test_a_save_does_not_wait_for_a_pin_and_leaves_the_deletion_to_the_next_one(
 
     class Telling(threading.Event):
         def wait(self, timeout=None):
-            waited.append(timeout)
+            # Without a deadline: a thread of the loading pool that begins.
+            waited.extend([timeout] * (timeout is not None))
             return super().wait(timeout)
 
     monkeypatch.setattr("keepstep.store.pins.threading.Event", Telling)
