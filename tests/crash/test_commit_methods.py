@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep.errors import KeepstepError, SaveFailed, Unhealthy
+from keepstep.errors import CheckpointDamaged, KeepstepError, SaveFailed, Unhealthy
 from keepstep.store import Store, list_checkpoints, load_state, verify
 from keepstep.store.catalog import pointed_at
 from keepstep.store.disk import Disk
@@ -127,6 +127,38 @@ def test_a_death_at_every_operation_of_a_way_back_keeps_every_byte(tmp_path, liv
         assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
         shutil.rmtree(folder)
     assert number > 15
+
+
+@pytest.mark.parametrize(
+    "said", [b"../../out", b"step_4/../../out", b"", b"step_3", b"step_4.x", b"\xff" * 9999, None]
+)
+def test_a_note_that_leads_elsewhere_moves_nothing(lived, said):
+    note = lived / "step_4" / ".moving-to"
+    if said is None:
+        note.symlink_to("/dev/zero")
+    else:
+        note.write_bytes(said)
+    before = sorted(p.name for p in (lived / "step_4").iterdir())
+    with pytest.raises(CheckpointDamaged, match="does not say where the rest of step_4"):
+        go_back(lived, PoorDisk())
+    assert sorted(p.name for p in (lived / "step_4").iterdir()) == before
+    assert not (lived.parent / "out").exists()
+
+
+def test_what_a_failed_save_leaves_is_away_for_good_before_it_is_shown(tmp_path):
+    class Failing(PoorRecordingDisk):
+        def sync(self, descriptor: int, path: Path) -> None:
+            super().sync(descriptor, path)
+            if path.name.endswith(".safetensors"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    disk = Failing()
+    with pytest.raises(SaveFailed), Store(tmp_path, disk=disk, save_retries=0) as store:
+        store.save(state_of(1), step=1)
+    gone = disk.log.index(("remove_folder", "step_1"))
+    assert disk.log[gone + 1 : gone + 3] == [
+        ("sync_folder", tmp_path.name), ("unlink", ".unfinished-step_1")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [Disk, PoorDisk])

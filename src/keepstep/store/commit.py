@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.errors import KeepstepError, SaveAbandoned
+from keepstep.errors import CheckpointDamaged, KeepstepError, SaveAbandoned
 from keepstep.store.catalog import is_hidden, look_at, pointed_at
 from keepstep.store.disk import Disk
 from keepstep.store.layout import (
@@ -32,6 +32,7 @@ from keepstep.store.layout import (
     MANIFEST_NAME,
     MOVING_NAME,
     is_leftover,
+    plain_name,
     staging_name,
     step_name,
     step_of,
@@ -47,6 +48,8 @@ from keepstep.store.manifest import (
     to_bytes,
 )
 from keepstep.store.ranks import Ranks, first, together
+
+_NAME_BYTES_MAX = 64
 
 if TYPE_CHECKING:
     from keepstep.store.tensors import Snapshot
@@ -124,9 +127,10 @@ def _abandon(staging: Path, disk: Disk, *, because: BaseException) -> None:
     if step_of(staging.name) is None:
         disk.discard(staging, because=because)
     elif is_hidden(staging):
-        disk.discard(staging, because=because)
-        if not _is_there(staging):
-            disk.discard(_hiding_file(staging), because=because)
+        try:
+            remove(staging, disk=disk)
+        except OSError as second:
+            because.add_note(f"{staging} was left behind, hidden: {second}")
 
 
 def _is_there(path: Path) -> bool:
@@ -282,8 +286,8 @@ def _move_files(path: Path, disk: Disk) -> Path:
     note in it says where to. Nothing in it has a name under which it could be swept away.
     """
     note = path / MOVING_NAME
-    if note.is_file():
-        target = path.parent / ASIDE_NAME / note.read_text()
+    if _is_there(note):
+        target = path.parent / ASIDE_NAME / _name_in(note)
     else:
         target = _free_aside(path, disk)
         disk.replace_file(note, target.name.encode())
@@ -298,6 +302,20 @@ def _move_files(path: Path, disk: Disk) -> Path:
     return target
 
 
+def _name_in(note: Path) -> str:
+    """Return where a move goes on to: a name that only `_free_aside` can have given this folder."""
+    text = ""
+    if note.is_file() and not note.is_symlink():
+        with note.open("rb") as file:
+            text = file.read(_NAME_BYTES_MAX).decode(errors="replace")
+    if plain_name(text) != note.parent.name:
+        raise CheckpointDamaged(
+            f"{note} does not say where the rest of {note.parent.name} was moved to",
+            hint=f"Nothing was moved. Move {note.parent} away by hand.",
+        )
+    return text
+
+
 def _free_aside(path: Path, disk: Disk) -> Path:
     """Return a path in `aside/` that nothing has yet: the name itself, or one with a number."""
     aside = path.parent / ASIDE_NAME
@@ -310,10 +328,7 @@ def _free_aside(path: Path, disk: Disk) -> Path:
 
 
 def hide(path: Path, *, into: Path, disk: Disk) -> Path:
-    """Make a checkpoint invisible, durably; return where `remove` finds it.
-
-    ``into``: the folder of the checkpoints, where it goes if it can be renamed.
-    """
+    """Make a checkpoint invisible, durably; return where it is: in `into`, if it can be renamed."""
     if disk.methods.commit == "manifest-last" and path.is_dir():
         _hide_in_place(path, disk)
         return path

@@ -63,9 +63,19 @@ def _facts_of(path: Path, _device: int, _inode: int, _changed: int, size: int) -
         raise CheckpointDamaged("no run saved it: it has no facts of one")
     try:
         text = json.dumps(facts, separators=(",", ":"), allow_nan=False).encode()
+        manifest = replace(from_bytes(text + b"\n"), tensors=tuple(_tensors(content, "")))
+    except RecursionError as error:
+        raise _too_deep() from error
     except (TypeError, ValueError) as error:
         raise CheckpointDamaged(f"its facts are malformed: {error}") from error
-    return replace(sized(from_bytes(text + b"\n"), size), tensors=tuple(_tensors(content, "")))
+    if not manifest.is_file:
+        raise CheckpointDamaged("its facts are those of a folder")
+    return sized(manifest, size)
+
+
+def _too_deep() -> CheckpointDamaged:
+    """Return the error for what no save can have written: `take_apart` refuses such a state."""
+    return CheckpointDamaged("it is nested too deeply")
 
 
 def _tensors(value: Any, name: str) -> Iterator[TensorEntry]:
@@ -96,7 +106,10 @@ def read_file(
         if only not in state:
             raise CheckpointDamaged(f"{path.name} holds no {only!r}: only {sorted(state)}")
         state = {only: state[only]}
-    return {key: _placed(value, str(key), place_of) for key, value in state.items()}
+    try:
+        return {key: _placed(value, str(key), place_of) for key, value in state.items()}
+    except RecursionError as error:
+        raise _too_deep() from error
 
 
 def _placed(value: Any, name: str, place_of: Callable[..., "Place | None"]) -> Any:

@@ -212,6 +212,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{MANIFEST_NAME} has an absurd size")
     # What was set aside may carry a suffix behind a dot, where its name was taken.
     manifest = from_bytes(path.read_bytes(), folder_name=folder.name.partition(".")[0])
+    _require(not manifest.is_file, "it is that of a single file")
     for entry in manifest.files:
         data_path = folder / entry.name
         if data_path.is_symlink() or not data_path.is_file():

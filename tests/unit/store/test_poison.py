@@ -258,6 +258,41 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(newest):
         assert verify(entries[2])
 
 
+def test_facts_of_a_file_in_a_folder_and_of_a_folder_in_a_file_are_damage(newest, tmp_path):
+    body = body_of(newest)
+    (newest / "manifest.json").write_bytes(signed({**body, "commit_method": "file"}))
+    with Store(tmp_path / "files", layout="files") as store:
+        file = store.save({"n": 1}, step=1).path
+    content = torch.load(file, weights_only=True)
+    facts = {key: value for key, value in content["keepstep"].items() if key != "digest"}
+    signed_facts = json.loads(signed({**facts, "commit_method": "rename"}))
+    torch.save({**content, "keepstep": signed_facts}, file)
+    (entry, _) = list_checkpoints(newest.parent)
+    assert "that of a single file" in entry.fault
+    (entry,) = list_checkpoints(file.parent)
+    assert "those of a folder" in entry.fault
+
+
+@pytest.mark.parametrize("where", ["state", "facts"])
+def test_a_pth_that_nests_deeper_than_any_save_is_damage(tmp_path, where):
+    mark, depth = "MARKER", 200_000
+    words = {"environment": {"m": mark}} if where == "facts" else {}
+    with Store(tmp_path, layout="files") as store:
+        path = store.save({"n": mark if where == "state" else 1}, step=1, **words).path
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in records.items():
+            # A list in a list in a list, in the place of a text.
+            text = b"X\x06\x00\x00\x00" + mark.encode()
+            assert text in data or not name.endswith("/data.pkl")
+            archive.writestr(name, data.replace(text, b"]" * depth + b"a" * (depth - 1)))
+    (entry,) = list_checkpoints(tmp_path)
+    assert entry.fault == "it is nested too deeply"
+    with Store(tmp_path, layout="files") as store, pytest.raises(CheckpointDamaged):
+        store.restore()
+
+
 BOMBS = {
     "bytearray": b"cbuiltins\nbytearray\n(\x8a\x05\x00\x00\x00\x00\x02tR",
     "Tensor": b"ctorch\nTensor\n(\x8a\x05\x00\x00\x00\x00\x02tR",
