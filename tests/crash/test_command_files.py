@@ -120,7 +120,9 @@ def test_a_full_disk_ends_the_run_clearly_and_with_room_it_continues(config, unt
 
 
 def test_asynchronous_saves_are_refused_with_files(config):
-    done = keepstep("config", "check", config, FILES, "--checkpoint.async_mode=async")
+    words = ("--checkpoint.async_mode=async", "--checkpoint.commit_method=manifest-last")
+    done = keepstep("config", "check", config, FILES, *words)
     assert done.returncode == 2
     assert "checkpoint.async_mode" in done.stdout
+    assert "checkpoint.commit_method" in done.stdout
     assert "needs checkpoint.layout = 'folders'" in done.stdout

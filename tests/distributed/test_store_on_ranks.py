@@ -137,6 +137,19 @@ def test_sharded_tensors_stand_whole_in_one_file_and_come_back_sharded(tmp_path)
             assert value.tolist() == results[0][f"model.{name}"]
 
 
+def test_a_first_rank_without_room_for_the_whole_is_an_error_on_all(tmp_path):
+    begin = BEGIN.replace("keep_last_n=0", 'keep_last_n=0, layout="files"')
+    full = (
+        "    def refuse(tensor): raise MemoryError('no room for it')\n"
+        "    if group.rank == 0: torch.Tensor.cpu = refuse\n"
+    )
+    code = SAVE.replace("    saved = store.save", full + "    saved = store.save")
+    ended = run_code(2, begin + code + END, tmp_path, "", "2")
+    assert all(exit_code != 0 for exit_code, _ in ended), ended
+    assert all("no room for it" in output for _, output in ended), ended
+    assert list_checkpoints(tmp_path) == []
+
+
 def test_of_copies_one_is_written_and_the_bytes_are_spread(tmp_path):
     run(2, SAVE, tmp_path)
     (entry,) = list_checkpoints(tmp_path)

@@ -137,6 +137,12 @@ def _checkpoint(config: Config) -> _Found:
             f"{checkpoint.async_mode!r} needs checkpoint.layout = 'folders': one file is written"
             " while training waits",
         )
+    if checkpoint.layout == "files" and checkpoint.commit_method == "manifest-last":
+        yield (
+            "checkpoint.commit_method",
+            "'manifest-last' is for checkpoint.layout = 'folders': one file has no manifest beside"
+            " it, and gets its name by a rename",
+        )
     window = checkpoint.dyn_ckpt_window
     if window is None:
         return

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 def gather_whole(state: Mapping[str, Any], snapshot: "Snapshot", ranks: Ranks) -> dict[str, Any]:
     """Return the state with every sharded tensor whole on the first rank; nothing on the others.
 
-    Called on all ranks: gathering a tensor is an exchange of its own. Raises where the ranks do
-    not hold the same names and plain values.
+    Called on all ranks: gathering a tensor is an exchange of its own. Raises on all where the ranks
+    do not hold the same names and plain values, or the first one has no room for the whole.
     """
     require_alike([{"state": one} for one in ranks.gather(snapshot.digest(), what="save: gather")])
     is_first = ranks.rank == 0
+    failed: list[Exception] = []
 
     def whole(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -46,10 +47,23 @@ def gather_whole(state: Mapping[str, Any], snapshot: "Snapshot", ranks: Ranks) -
         if hasattr(value, "full_tensor"):
             # One at a time, and off the device: of the whole state it may hold a part only.
             gathered = value.full_tensor()
-            return gathered.cpu() if is_first else None
+            if not is_first or failed:
+                return None
+            try:
+                return gathered.cpu()
+            except (MemoryError, RuntimeError) as error:
+                # The others are in the next exchange: they hear of it when all are over.
+                failed.append(error)
+                return None
         return value.detach() if hasattr(value, "detach") else value
 
     found: dict[str, Any] = whole(state)
+
+    def raise_failed() -> None:
+        if failed:
+            raise failed[0]
+
+    first(ranks, "save: gathered", raise_failed)
     return found if is_first else {}
 
 

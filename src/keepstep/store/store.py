@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+from keepstep.errors import UsageError
 from keepstep.store import resume
 from keepstep.store.catalog import checkpoints_in, sequence_of
 from keepstep.store.disk import Disk
@@ -85,6 +86,8 @@ class Store:
             keep_hourly=keep_hourly,
             keep_daily=keep_daily,
         )
+        if layout == "files" and commit_method == "manifest-last":
+            raise UsageError("one file has no manifest beside it: manifest-last is for folders")
         self._disk = disk if disk is not None else Disk()
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._mesh = mesh if mesh is not None else {}

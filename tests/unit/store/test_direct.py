@@ -209,6 +209,17 @@ def bytes_from_the_device() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
+def test_a_file_that_is_let_go_is_in_memory_no_more(tmp_path):
+    needs_a_disk(tmp_path)
+    path = tmp_path / "file"
+    path.write_bytes(b"a" * (1 << 20))
+    Disk().sync_file(path)
+    with path.open("rb") as file:
+        assert direct.is_in_memory(file.fileno())
+        direct.forget(file.fileno())
+        assert not direct.is_in_memory(file.fileno())
+
+
 def test_from_disk_asks_the_disk_though_memory_has_it_and_a_load_does_not(tmp_path):
     needs_a_disk(tmp_path)
     save(tmp_path, Disk(), 1)
@@ -325,7 +336,7 @@ def test_an_asynchronous_save_is_read_back_too(tmp_path):
     assert heard == ["snapshot", "written", "verified_on_disk", "committed"]
 
 
-def test_a_single_file_is_read_back_too_and_verified_from_the_disk(tmp_path):
+def test_a_single_file_is_read_back_too_and_verified_from_the_disk(tmp_path, monkeypatch):
     heard = save(
         tmp_path, damaged_when_committed(1), 1, 2,
         verify_after_write=True, keep_last_n=1, layout="files",
@@ -335,11 +346,9 @@ def test_a_single_file_is_read_back_too_and_verified_from_the_disk(tmp_path):
         "verified_on_disk", "set_aside", "retry", "verified_on_disk", "deleted"
     ]  # fmt: skip
     [entry] = list_checkpoints(tmp_path)
+    let_go: list[int] = []
+    monkeypatch.setattr("keepstep.store.archive.forget", let_go.append)
+    assert verify(entry) == []
+    assert not let_go
     assert verify(entry, from_disk=True) == []
-    needs_a_disk(tmp_path)
-    in_memory = direct.is_in_memory
-    with entry.path.open("rb") as file:
-        file.read()
-        assert in_memory(file.fileno())
-        direct.forget(file.fileno())
-        assert not in_memory(file.fileno())
+    assert let_go

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keepstep.config.schema import OptimizerConfig
-from keepstep.errors import CannotSave, UnsafeState
+from keepstep.errors import CannotSave, UnsafeState, UsageError
 from keepstep.optim.optimizer import build_optimizer
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Store, list_checkpoints
@@ -208,6 +208,8 @@ def test_a_file_system_that_cannot_replace_a_file_is_refused(tmp_path):
 
 
 def test_a_method_that_is_asked_for_is_taken_or_refused(tmp_path):
+    with pytest.raises(UsageError, match="manifest-last is for folders"):
+        Store(tmp_path, commit_method="manifest-last", layout="files")
     with Store(tmp_path, commit_method="manifest-last") as store:
         assert store.save(STATE, step=1).manifest.commit_method == "manifest-last"
     with pytest.raises(CannotSave, match="cannot rename a folder"):
