@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from keepstep.errors import CheckpointDamaged
 from keepstep.store.archive import fault_of
 from keepstep.store.catalog import Checkpoint
-from keepstep.store.layout import MANIFEST_NAME, is_data_name, is_file_name
+from keepstep.store.layout import MANIFEST_NAME, is_archive_name, is_data_name
 from keepstep.store.manifest import FileEntry, Manifest, digest_of, read_manifest
 
 
@@ -22,8 +22,10 @@ class Fault:
 
 def verify(checkpoint: Checkpoint) -> list[Fault]:
     """Return all faults of a checkpoint; none means that every byte is what was saved."""
-    if is_file_name(checkpoint.path.name):
-        fault = checkpoint.fault or fault_of(checkpoint.path)
+    if is_archive_name(checkpoint.path.name):
+        # That no run saved it is no fault of its bytes.
+        known = checkpoint.fault if checkpoint.of_a_run else ""
+        fault = known or fault_of(checkpoint.path)
         return [Fault(file=checkpoint.name, tensor="", offset=0, message=fault)] if fault else []
     try:
         manifest = read_manifest(checkpoint.path)
