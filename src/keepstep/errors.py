@@ -6,6 +6,7 @@
     │   ├── DataError        2   the training data cannot be used as they are
     │   └── OtherRun         2   the folder belongs to another run or to another config
     ├── CheckpointDamaged    3   a checkpoint, or all of them, is not whole
+    │   └── NotOfARun        3   a file may be whole, but no run saved it, so none continues from it
     ├── NotFound             4   there is no such run or checkpoint
     ├── Locked               5   another live session holds the folder
     ├── Diverged             6   losses or gradients stopped being finite
@@ -15,8 +16,11 @@
     ├── CannotSave           1   no checkpoint could be made here; told before a step is taken
     └── UnsafeState          1   the state holds something that no checkpoint may hold
 
-Errors are for the world; our own mistakes are assertions.
+Errors are for the world; our own mistakes are assertions. What the system refuses is an OSError;
+`way_out` says what can be done about it.
 """
+
+import errno
 
 
 class KeepstepError(Exception):
@@ -64,6 +68,10 @@ class CheckpointDamaged(KeepstepError):
     exit_code = 3
 
 
+class NotOfARun(CheckpointDamaged):
+    """No run saved a file, as those of `save_checkpoint_atomic`: none continues from it."""
+
+
 class NotFound(KeepstepError):
     """There is no such run or checkpoint."""
 
@@ -102,3 +110,31 @@ class CannotSave(KeepstepError):
 
 class UnsafeState(KeepstepError):
     """The state holds something that is neither a tensor nor plain data; named by its path."""
+
+
+def way_out(error: OSError, *, then: str) -> str:
+    """Return what can be done about what the system refused; empty where nothing is known.
+
+    ``then``: what follows when that is done, as in "run the same command to continue".
+    """
+    hints = {
+        errno.ENOSPC: f"Make room, then {then}.",
+        errno.EDQUOT: f"Make room, then {then}.",
+        errno.EROFS: "The file system is mounted read-only: use another folder, or mount it anew.",
+        errno.EACCES: "Look at who owns it and what they allow.",
+        errno.EPERM: "Look at who owns it and what they allow.",
+        errno.EMFILE: f"Raise the limit on open files (`ulimit -n`), then {then}.",
+        errno.EIO: f"The disk fails, or its file system: look at the system's log, then {then}.",
+        errno.EISDIR: "A folder is in the place of a file: move it out of the way.",
+        errno.ENOTDIR: "A file is in the place of a folder: move it out of the way.",
+        errno.EEXIST: "Something else is in its place: move it out of the way.",
+    }
+    return hints.get(error.errno or 0, "")
+
+
+def room_by_prune(folder: object) -> str:
+    """Return how room is made where checkpoints stand: the plan first, then the deletion."""
+    return (
+        f"`keepstep ckpt prune {folder} --keep-last 1` shows which checkpoints could go;"
+        " with --apply it deletes them."
+    )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -21,11 +22,11 @@ from keepstep.cli.ckpt_text import (
 from keepstep.cli.ckpt_tools import diff, pin, prune, unpin
 from keepstep.cli.parse import dispatch
 from keepstep.config.quantities import bytes_text
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, UsageError
 from keepstep.store import Checkpoint, verify
-from keepstep.store.catalog import bytes_on_disk, is_there, shared_bytes
+from keepstep.store.catalog import bytes_on_disk, checkpoints_in, is_there, look_at, shared_bytes
 from keepstep.store.prune import kept_because
-from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
+from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of, whose
 
 
 def run_ckpt(argv: Sequence[str]) -> int:
@@ -47,6 +48,9 @@ def run_ckpt(argv: Sequence[str]) -> int:
 def ls(run: Run, *, json: bool = False) -> int:
     """List the checkpoints: step, when, size, whole or not, roles, why each is kept, metrics.
 
+    RUN may be one .pth file: then that one is listed. "no run's": saved by a loop of your own with
+    `save_checkpoint_atomic`. "another run's": `train` refuses a folder that holds such a one.
+
     The size is that of all its files. What is "shared" of it are frozen weights: a file that
     another checkpoint has too. Why is by the policy in the run's run.toml. "-": the next save
     deletes it. "?": the policy is not recorded, as by a loop of your own. Sizes are compared with
@@ -56,9 +60,13 @@ def ls(run: Run, *, json: bool = False) -> int:
         run: Folder of the run, or of its checkpoints.
         json: Print JSON.
     """
-    entries = found_checkpoints(place_of(run))
-    kept = kept_because(folder_of(run), entries, recorded_policy(run), now=time.time())
-    rows = [_row(entry, roles_of(entry, entries), kept[entry.path]) for entry in entries]
+    entries = _looked_at(run)
+    home, around = run, entries
+    if run.is_file():
+        home = run.parent
+        around = [*(entry for entry in checkpoints_in(home) if entry.path != run), *entries]
+    kept = kept_because(folder_of(home), around, recorded_policy(home), now=time.time())
+    rows = [_row(entry, around, kept[entry.path]) for entry in entries]
     if json:
         print_json(rows)
         return 0
@@ -86,6 +94,11 @@ def show(run: Run, checkpoint: Annotated[str, tyro.conf.Positional], *, json: bo
     """
     place = place_of(run)
     entry = find_checkpoint(place, checkpoint)
+    if not entry.of_a_run:
+        raise UsageError(
+            f"{entry.path}: no run saved it, so there is nothing to show of it",
+            hint="`keepstep.store.load_checkpoint(path)` reads it.",
+        )
     if entry.manifest is None:
         raise CheckpointDamaged(f"{entry.path}: {entry.fault}")
     manifest = entry.manifest
@@ -125,13 +138,12 @@ def verify_all(
     """Re-read every byte and compare it with its digest; exit with 3 if anything differs.
 
     Args:
-        run: Folder of the run, or of its checkpoints.
+        run: Folder of the run, or of its checkpoints; or one .pth file.
         checkpoint: Name, step, `latest` or `best`; all of them if left out.
         from_disk: Read past the page cache, which may still hold what the disk has lost.
         json: Print JSON.
     """
-    place = place_of(run)
-    entries = [find_checkpoint(place, checkpoint)] if checkpoint else found_checkpoints(place)
+    entries = [find_checkpoint(place_of(run), checkpoint)] if checkpoint else _looked_at(run)
     looked_at = [(entry, verify(entry, from_disk=from_disk)) for entry in entries]
     # A live run may delete an old checkpoint while it is read: that is not damage.
     results = [(entry, faults) for entry, faults in looked_at if is_there(entry)]
@@ -143,6 +155,7 @@ def verify_all(
                     "name": e.name,
                     "path": str(e.path),
                     "whole": not f,
+                    "whose": whose(e, entries),
                     "faults": [asdict(x) for x in f],
                 }
                 for e, f in results
@@ -150,13 +163,24 @@ def verify_all(
         )
     else:
         for entry, faults in results:
-            print(f"{label_of(entry)}: {'damaged' if faults else 'whole, every byte'}")
+            other = whose(entry, entries)
+            state = "damaged" if faults else "whole, every byte"
+            print(f"{label_of(entry)}: {state}" + (f"; {other}" if other else ""))
             for fault in faults:
                 print(f"  {fault.file}: {fault.message}")
     return CheckpointDamaged.exit_code if damaged else 0
 
 
-def _row(entry: Checkpoint, roles: list[str], kept: tuple[str, ...] | None) -> dict[str, Any]:
+def _looked_at(run: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a run; where it is one `.pth` file, that one."""
+    if run.suffix == ".pth" and run.is_file():
+        return [look_at(run)]
+    return found_checkpoints(place_of(run))
+
+
+def _row(
+    entry: Checkpoint, entries: list[Checkpoint], kept: tuple[str, ...] | None
+) -> dict[str, Any]:
     manifest = entry.manifest
     return {
         "name": label_of(entry),
@@ -166,9 +190,10 @@ def _row(entry: Checkpoint, roles: list[str], kept: tuple[str, ...] | None) -> d
         "time": manifest.time if manifest else None,
         "size": manifest.size if manifest else None,
         "shared": shared_bytes(entry),
-        "complete": manifest is not None,
-        "fault": entry.fault,
-        "roles": roles,
+        "complete": manifest is not None or not entry.of_a_run,
+        "whose": whose(entry, entries),
+        "fault": entry.fault if entry.of_a_run else "",
+        "roles": roles_of(entry, entries),
         "kept_because": None if kept is None else list(kept),
         "metrics": manifest.metrics if manifest else {},
     }
@@ -179,11 +204,17 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["name"],
         when_text(row["time"]) if row["time"] is not None else "-",
         _size_text(row["size"], row["shared"]) if row["size"] is not None else "-",
-        "complete" if row["complete"] else f"damaged: {row['fault']}",
+        _state_text(row),
         ", ".join(row["roles"]) or "-",
         "?" if row["kept_because"] is None else ", ".join(row["kept_because"]) or "-",
         metrics_text(row["metrics"]) or "-",
     )
+
+
+def _state_text(row: dict[str, Any]) -> str:
+    if not row["complete"]:
+        return f"damaged: {row['fault']}"
+    return f"complete, {row['whose']}" if row["whose"] else "complete"
 
 
 def _size_text(size: int, shared: int) -> str:

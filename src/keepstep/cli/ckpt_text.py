@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from keepstep.config.quantities import number_text
 from keepstep.config.resolved import RUN_TOML, recorded_checkpoint_folder, recorded_retention
 from keepstep.errors import NotFound
 from keepstep.store import Manifest, find_checkpoints_folder, list_checkpoints
@@ -60,11 +61,6 @@ def when_text(seconds: float) -> str:
 def metrics_text(metrics: dict[str, float]) -> str:
     """Return metrics on one line."""
     return ", ".join(f"{name} {number_text(value)}" for name, value in sorted(metrics.items()))
-
-
-def number_text(value: float) -> str:
-    """Return a metric for people; a small one does not become 0.0000."""
-    return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.3e}"
 
 
 def best_text(manifest: Manifest) -> str:

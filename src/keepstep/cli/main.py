@@ -6,6 +6,7 @@ reads import no torch. For `train`, nothing comes before the signal handlers.
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 
 from keepstep import __version__
-from keepstep.errors import KeepstepError, UsageError
+from keepstep.errors import KeepstepError, UsageError, room_by_prune, way_out
 
 _OVERVIEW = """\
 usage: keepstep COMMAND ...
@@ -45,12 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeepstepError as error:
-        _tell(f"error: {error}", *_notes(error))
-        return error.exit_code
+        return _fail(str(error), error, words, code=error.exit_code)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            _tell(f"error: {_words_of(error, words)}", *_notes(error))
-            return 1
+            return _fail(_words_of(error, words), error, words, code=1)
         # Whoever read our output went away, as in `keepstep ckpt ls | head`. Nothing is left to
         # flush at exit into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,10 +83,14 @@ def _run(words: list[str]) -> int:
     return commands[name]()(rest)
 
 
-def _tell(*lines: str) -> None:
-    """Print to the error output; where its reader is gone the exit code still says it."""
+def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> int:
+    """Say what went wrong, to people, and to a program that asked for JSON; return the code."""
+    lines = [text, *getattr(error, "__notes__", [])]
     with contextlib.suppress(BrokenPipeError):
-        print(*lines, sep="\n", file=sys.stderr)
+        print("error:", "\n".join(lines), file=sys.stderr)
+        if "--json" in words and words[0] in ("ckpt", "config"):
+            print(json.dumps({"error": "\n".join(lines), "code": code}, indent=2), flush=True)
+    return code
 
 
 def _train() -> Callable[[Sequence[str]], int]:
@@ -131,23 +134,8 @@ def _fill_closed_streams() -> None:
 def _words_of(error: OSError, words: list[str]) -> str:
     """Say what the system refused, where, and what can be done about it."""
     where = f"{error.filename}: " if error.filename else ""
-    end = " to continue" if words[:1] == ["train"] else " again"
-    then = f", then run the same command{end}."
-    hints = {
-        errno.ENOSPC: f"Make room{then}",
-        errno.EDQUOT: f"Make room{then}",
-        errno.EROFS: "The file system is mounted read-only: use another folder, or mount it anew.",
-        errno.EACCES: "Look at who owns it and what they allow.",
-        errno.EPERM: "Look at who owns it and what they allow.",
-        errno.EMFILE: f"Raise the limit on open files (`ulimit -n`){then}",
-        errno.EIO: f"The disk fails, or its file system: look at the system's log{then}",
-        errno.EISDIR: "A folder is in the place of a file: move it out of the way.",
-        errno.ENOTDIR: "A file is in the place of a folder: move it out of the way.",
-        errno.EEXIST: "Something else is in its place: move it out of the way.",
-    }
-    hint = hints.get(error.errno or 0, "")
+    train = words[:1] == ["train"]
+    hint = way_out(error, then=f"run the same command {'to continue' if train else 'again'}")
+    if train and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint += f"\n{room_by_prune('RUN')}"
     return f"{where}{error.strerror or error}" + (f"\n{hint}" if hint else "")
-
-
-def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", []))

@@ -38,3 +38,8 @@ def bytes_text(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def number_text(value: float, *, digits: int = 4) -> str:
+    """Return a number for people: a small one is not 0.0000, a huge one no wall of digits."""
+    return f"{value:.{digits}f}" if value == 0 or 0.001 <= abs(value) < 1e6 else f"{value:.3e}"

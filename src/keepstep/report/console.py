@@ -12,6 +12,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from keepstep.config.quantities import number_text
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -81,7 +83,7 @@ class Console:
     def on_evaluated(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
         """Show the held-out metrics."""
         if not self._quiet:
-            numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            numbers = "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
             self._line(run, "evaluate", f"step {step:,}  {numbers}")
 
     def on_notice(self, run: "Run", word: str, text: str) -> None:
@@ -99,10 +101,13 @@ class Console:
         seconds = max(self._recent[-1][0] - since, 1e-9)
         rate = (metrics["tokens"] - first_tokens) / seconds
         left = (run.config.train.max_steps - step) * seconds / max(step - first_step, 1)
-        saved = f"  saved {run.saved_step:,}" if run.saved_step is not None else ""
+        # What the line follows from is durable; a save that was only begun is not.
+        newest = run.store.newest
+        saved = f"  saved {newest.step:,}" if newest is not None else ""
         return (
-            f"loss {metrics['loss']:.4f}  lr {metrics['rate']:.1e}"
-            f"  grad {metrics['grad_norm']:.2f}  tok/s {rate:,.0f}  eta {_duration(left)}{saved}"
+            f"loss {number_text(metrics['loss'])}  lr {metrics['rate']:.1e}"
+            f"  grad {number_text(metrics['grad_norm'], digits=2)}  tok/s {rate:,.0f}"
+            f"  eta {_duration(left)}{saved}"
         )
 
     def _start_bar(self, run: "Run", step: int) -> None:
@@ -169,10 +174,11 @@ def last_line(outcome: "Outcome", checkpoints: Path) -> str:
             return f"nothing to do: {outcome.reason} is done; {where}."
         case "stopped":
             return f"stopped  at step {outcome.step:,} ({outcome.reason}); {where}. {again}"
+        case "diverged":
+            return f"diverged at step {outcome.step:,}: {outcome.reason}; {where}."
         case ending:
-            # The whole error follows on its own; here only what it is about.
-            lines = outcome.reason.splitlines() or [""]
-            return f"{ending} at step {outcome.step:,}: {lines[0]}; {where}."
+            # What the error says follows on its own.
+            return f"{ending} at step {outcome.step:,}; {where}."
 
 
 def _count(number: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from keepstep.config.quantities import bytes_text
+from keepstep.config.quantities import bytes_text, number_text
 from keepstep.config.resolved import (
     RUN_TOML,
     checkpoint_folder,
@@ -45,13 +45,13 @@ from keepstep.store.layout import (
     OUTCOME_NAME,
 )
 from keepstep.store.lock import FolderLock
-from keepstep.store.manifest import digest_of
+from keepstep.store.manifest import Best, digest_of
 from keepstep.store.plain import decode, encode
 from keepstep.store.ranks import first
 from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
-    "methods": "this file system cannot do all that a commit uses; chosen: {methods}",
+    "methods": "commits are made by {methods}: {why}",
     "swept": "{name} was left by a session that died; removed",
     "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
     "disk_refused": "on this file system {what}",
@@ -59,8 +59,7 @@ _STORE_WORDS = {
     "not_read_back": "step {step} is committed; there was no time to read it back from the disk",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
     "written_anew": "{name} holds frozen weights and is written anew, not linked: {why}",
-    "best_gone": "the best so far, step {step} ({metric} {value:g}), is not there any more;"
-    " the best of those that are takes its place",
+    "damaged": "{name} is damaged: {fault}",
     "housekeeping_failed": "the checkpoint is committed, but tidying up failed: {error}",
 }
 
@@ -289,8 +288,23 @@ class Run:
                 f" · committed after {facts['seconds']:.2f} s"
             )
             self.hooks.call("on_notice", self, "save", text)
+        elif event == "best_gone":
+            self.notice("store", _best_gone_text(**facts))
         elif event in _STORE_WORDS:
             self.notice("store", _STORE_WORDS[event].format(**facts))
+
+
+def _best_gone_text(*, gone: Best, fault: str, instead: Best | None) -> str:
+    """Say what became of the best so far, what stands in for it, and how it comes back."""
+    text = f"the best so far, step {gone.step:,} ({gone.metric} {number_text(gone.value)}), is "
+    text += f"damaged ({fault})" if fault else "not there any more"
+    if instead is None:
+        text += "; no other that is there was measured: there is no best until the next evaluation"
+    else:
+        text += f"; step {instead.step:,} ({number_text(instead.value)}) takes its place"
+    if fault:
+        text += ". Put a whole copy in its place, if there is one, before the run is continued"
+    return text
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keepstep.errors import SaveAbandoned, SaveFailed
+from keepstep.errors import SaveAbandoned, SaveFailed, room_by_prune, way_out
 from keepstep.store.disk import Disk
 from keepstep.store.manifest import Facts, Manifest
 from keepstep.store.methods import Saving
@@ -78,9 +78,10 @@ def _tell_refusals(disk: Disk, on_event: Callable[..., None]) -> None:
 
 
 def _save_failed(error: OSError, step: int, folder: Path, newest: Manifest | None) -> SaveFailed:
-    hint = "Mend the disk, then run the same command to continue."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "Make room, then run the same command to continue."
+    then = "run the same command to continue"
+    hint = way_out(error, then=then) or f"Mend the disk, then {then}."
+    if newest is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint += f"\n{room_by_prune(folder)}"
     name = newest.name if newest is not None else "none"
     return SaveFailed(
         f"step {step} could not be saved in {folder}: {error};"

@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged, UnsafeState
+from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState
 from keepstep.store.archive import fault_of
 from keepstep.store.file_read import read_facts
 from keepstep.store.layout import (
     ASIDE_NAME,
+    BEST_FILE,
     CHECKPOINTS_NAME,
+    LATEST_FILE,
     file_step_of,
+    is_archive_name,
     is_file_name,
     plain_name,
     step_of,
@@ -38,6 +41,8 @@ class Checkpoint:
     manifest: Manifest | None
     fault: str
     aside: bool = False
+    of_a_run: bool = True
+    """False: a file that no run saved. It has a fault all the same: no run continues from it."""
 
     @property
     def name(self) -> str:
@@ -72,7 +77,7 @@ def checkpoints_in(place: Path, *, aside: bool = False) -> list[Checkpoint]:
 
 def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
     """Return what stands in one checkpoint's folder or file."""
-    if is_file_name(path.name):
+    if is_archive_name(path.name):
         return _look_at_file(path, aside=aside)
     # What was set aside may carry a suffix, where its name was taken.
     step = step_of(path.name.partition(".")[0] if aside else path.name)
@@ -179,6 +184,7 @@ def is_copy(path: Path, entry: Checkpoint) -> bool:
 
 def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:
     step = file_step_of(plain_name(path.name))
+    of_a_run = True
     try:
         manifest = read_facts(path)
         if step is None or step == manifest.step:
@@ -186,14 +192,19 @@ def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:
                 path=path, step=manifest.step, manifest=manifest, fault="", aside=aside
             )
         fault = f"it holds step {manifest.step:,}"
+    except NotOfARun as error:
+        fault, of_a_run = error.message, False
     except (CheckpointDamaged, UnsafeState) as error:
         fault = error.message
     except OSError as error:
         fault = str(error)
     step = -1 if step is None else step
-    return Checkpoint(path=path, step=step, manifest=None, fault=fault, aside=aside)
+    return Checkpoint(
+        path=path, step=step, manifest=None, fault=fault, aside=aside, of_a_run=of_a_run
+    )
 
 
-def _order(checkpoint: Checkpoint) -> tuple[int, int]:
+def _order(checkpoint: Checkpoint) -> tuple[int, int, bool]:
+    """Return the order of the commits; a file with a step in its name is newer than its copies."""
     sequence = checkpoint.manifest.sequence if checkpoint.manifest is not None else -1
-    return sequence, checkpoint.step
+    return sequence, checkpoint.step, checkpoint.name not in (LATEST_FILE, BEST_FILE)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.errors import CheckpointDamaged, UnsafeState
+from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState
 from keepstep.store.archive import fault_in, load_archive
 from keepstep.store.manifest import FileEntry, Manifest, TensorEntry, from_bytes, to_bytes
 from keepstep.store.single_file import load_checkpoint
@@ -60,7 +60,7 @@ def _facts_of(path: Path, _device: int, _inode: int, _changed: int, size: int) -
     content = load_archive(str(path), path, map_location="cpu", mmap=True)
     facts = content.pop(FACTS_KEY, None) if isinstance(content, dict) else None
     if not isinstance(facts, dict):
-        raise CheckpointDamaged("no run saved it: it has no facts of one")
+        raise NotOfARun("no run saved it: it has no facts of one")
     try:
         text = json.dumps(facts, separators=(",", ":"), allow_nan=False).encode()
         manifest = replace(from_bytes(text + b"\n"), tensors=tuple(_tensors(content, "")))

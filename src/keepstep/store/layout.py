@@ -58,6 +58,11 @@ def is_file_name(name: str) -> bool:
     return plain in (LATEST_FILE, BEST_FILE) or file_step_of(plain) is not None
 
 
+def is_archive_name(name: str) -> bool:
+    """Tell whether what has a name is one file, also where a person chose the name."""
+    return name.endswith(".pth") or is_file_name(name)
+
+
 def plain_name(name: str) -> str:
     """Return the name that a checkpoint had before it was set aside, where its name was taken."""
     return _NUMBER.sub("", name)

@@ -35,7 +35,7 @@ def probe(
     """Have `disk` use the methods that work in `folder`; CannotSave where none is safe there.
 
     ``wanted``: the method of the commit, or auto for the best that works. ``on_event`` hears
-    `methods` where they are not the usual ones, and `housekeeping_failed`.
+    `methods` where they are not the usual ones, with the reason, and `housekeeping_failed`.
     """
     place = folder / probe_name()
     disk.make_folder(place)
@@ -50,7 +50,18 @@ def probe(
         # A leftover harms nobody; the next session sweeps it away.
         on_event("housekeeping_failed", error=str(error))
     if disk.methods != Methods():
-        on_event("methods", methods=str(disk.methods))
+        on_event("methods", methods=str(disk.methods), why=_why(disk.methods, wanted))
+
+
+def _why(methods: Methods, wanted: Literal["auto"] | CommitMethod) -> str:
+    reasons = []
+    if methods.commit == "manifest-last":
+        asked = wanted == "manifest-last"
+        cannot = "this file system cannot rename a folder"
+        reasons.append("checkpoint.commit_method asks for it" if asked else cannot)
+    if methods.pointers == "files":
+        reasons.append("this file system has no symbolic links")
+    return ", and ".join(reasons)
 
 
 def _try(place: Path, disk: Disk, wanted: Literal["auto"] | CommitMethod) -> Methods:

@@ -2,7 +2,8 @@
 
 Guarantees: planning changes nothing. What is best, pinned, or the newest checkpoint whose every
 byte is right never goes: where the newest one is damaged inside, an older one stays for it, or a
-prune could leave a run with nothing to continue from. A damaged one is left for people to look at.
+prune could leave a run with nothing to continue from. A damaged one is left for people to look at,
+as is one that is not this run's.
 Each deletion is a commit, and looks at the pins again.
 """
 
@@ -10,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, OtherRun
 from keepstep.store.catalog import Checkpoint, checkpoints_in, files_in
 from keepstep.store.disk import Disk
 from keepstep.store.lock import FolderLock
 from keepstep.store.pins import Pins, delete_unless_pinned, identity_of, read_pins
 from keepstep.store.probe import probe
 from keepstep.store.retention import Retention, reasons_to_keep
-from keepstep.store.roles import best_sequence
+from keepstep.store.roles import best_sequence, whose
 from keepstep.store.verify import verify
 
 DAMAGED, ASIDE, NEWEST_WHOLE, PINNED = "damaged", "aside", "newest whole", "pinned"
@@ -40,7 +41,12 @@ def kept_because(
     None where it depends on a policy that is not known.
     """
     pins = read_pins(folder)
-    standing = [entry.manifest for entry in entries if entry.manifest and not entry.aside]
+    foreign = {entry.path: whose(entry, entries) for entry in entries}
+    standing = [
+        entry.manifest
+        for entry in entries
+        if entry.manifest and not entry.aside and not foreign[entry.path]
+    ]
     reasons: dict[int, list[str]] = {}
     if standing:
         newest = max(standing, key=lambda manifest: manifest.sequence)
@@ -51,7 +57,12 @@ def kept_because(
             best=best_sequence(folder, newest),
             pinned={m.sequence for m in standing if identity_of(m) in pins},
         )
-    return {entry.path: _reasons_of(entry, reasons, pins, policy) for entry in entries}
+    return {
+        entry.path: (foreign[entry.path],)
+        if foreign[entry.path]
+        else _reasons_of(entry, reasons, pins, policy)
+        for entry in entries
+    }
 
 
 def _reasons_of(
@@ -109,6 +120,12 @@ def carry_out(
 
 def _newest_whole(entries: list[Checkpoint]) -> Checkpoint | None:
     standing = [entry for entry in entries if not entry.aside]
+    if standing and all(whose(entry, entries) for entry in standing):
+        raise OtherRun(
+            f"{standing[0].path.parent} holds no checkpoint of this run; nothing is deleted",
+            hint="`keepstep ckpt ls` shows whose each one is.",
+        )
+    standing = [entry for entry in standing if not whose(entry, entries)]
     for entry in reversed(standing):
         if entry.manifest is not None and not verify(entry):
             return entry

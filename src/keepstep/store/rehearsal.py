@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.errors import CannotSave
+from keepstep.errors import CannotSave, room_by_prune
 from keepstep.store import commit
 from keepstep.store.catalog import checkpoints_in, look_at
 from keepstep.store.disk import Disk
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _FILE_BYTES, _TENSOR_BYTES = 8192, 512
 """What a checkpoint takes besides its tensors and plain state: headers, the manifest's entries."""
+_FEWER = "Make room, keep fewer checkpoints (checkpoint.keep_last_n), or choose another folder."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +57,14 @@ class Room:
         """How many more checkpoints fit."""
         return self.free_bytes // self.checkpoint_bytes
 
-    def require(self, count: int) -> None:
+    def require(self, count: int, *, hint: str) -> None:
         """Raise CannotSave where fewer than `count` fit."""
         if self.fits < count:
+            more = "one more checkpoint" if count == 1 else f"{count} more checkpoints"
             raise CannotSave(
-                f"{self.folder} has {self.free_bytes:,} bytes free; its checkpoints, {count} more"
-                f" of about {self.checkpoint_bytes:,} bytes, need"
-                f" {count * self.checkpoint_bytes:,}",
-                hint="Make room, keep fewer checkpoints (keep_last_n), or choose another folder.",
+                f"{self.folder} has no room for {more}: {count * self.checkpoint_bytes:,} bytes"
+                f" are needed, and {self.free_bytes:,} are free",
+                hint=hint,
             )
 
 
@@ -96,7 +97,11 @@ def rehearse(
             size = _size_of(snapshot, ranks) + bytes_to_come - found.pop("linked_bytes")
             size = max(size, _FILE_BYTES)
             room = Room(folder=folder, checkpoint_bytes=size, **found)
-            room.require(room.wanted if newest is None else 1)
+            if newest is None:
+                room.require(room.wanted, hint=_FEWER)
+            else:
+                hint = f"Make room, then run the same command to continue.\n{room_by_prune(folder)}"
+                room.require(1, hint=hint)
             share = -(-size // ranks.size)
             path = scratch / f"rank-{ranks.rank}"
             reserved = together(ranks, "rehearsal: reserve", lambda: _reserve(path, share, disk))

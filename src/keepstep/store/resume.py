@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
+from keepstep.store.archive import fault_of
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
-from keepstep.store.layout import BEST_FILE, LATEST_FILE, is_file_name
+from keepstep.store.layout import BEST_FILE, is_file_name
 from keepstep.store.line import Line
 from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
@@ -142,9 +143,12 @@ def choose(
     for entry in reversed(wanted):
         if entry.manifest is None:
             skipped.append(Skipped(name=entry.name, fault=entry.fault))
-        elif whole is None and entry.name == BEST_FILE and step is None:
-            hint = f"whole or not, a run goes on from it only as a copy named {LATEST_FILE}"
-            skipped.append(Skipped(name=entry.name, fault=hint))
+        elif whole is None and entry.name == BEST_FILE and step is None and not _has(entry, found):
+            flag = f"--checkpoint.on_resume={entry.step}"
+            fault = (
+                f"the best, of step {entry.step:,}, is not taken for the newest ({flag} takes it)"
+            )
+            skipped.append(Skipped(name=entry.name, fault=fault))
         elif whole is None:
             state, fault = _read_together(entry, ranks, read)
             if fault:
@@ -154,10 +158,20 @@ def choose(
     if whole is None:
         faults = "\n".join(f"  {item.name}: {item.fault}" for item in skipped)
         raise CheckpointDamaged(
-            f"none of the checkpoints in {wanted[0].path.parent} is whole:\n{faults}",
+            f"no checkpoint in {wanted[0].path.parent} can be continued from:\n{faults}",
             hint="No checkpoint was changed. Mend or restore one, or start in a new folder.",
         )
     return *whole, tuple(skipped)
+
+
+def _has(copy: Checkpoint, found: Sequence[Checkpoint]) -> bool:
+    """Tell whether the file stands there whose copy another is: it is listed because one is torn.
+
+    Then the copy is that very checkpoint, and no older one.
+    """
+    assert copy.manifest is not None, "only a checkpoint with a manifest is a copy"
+    name = copy.manifest.name
+    return any(o.name == name and o.manifest in (None, copy.manifest) for o in found)
 
 
 def _read_together(
@@ -234,34 +248,44 @@ def take_up(
 ) -> list[str]:
     """Make `line` the one that follows a checkpoint; return the names of what was set aside."""
     line.run_id, line.newest = manifest.run_id, manifest
-    others: list[str] = first(
+    faults: dict[str, str] = first(
         ranks,
         "restore: set aside",
         lambda: _set_aside_others(found, chosen, disk, on_event),
     )
-    kept = [entry.manifest for entry in found if entry.manifest and entry.name not in others]
+    kept = [entry.manifest for entry in found if entry.manifest and entry.name not in faults]
     gone = line.best.restore(manifest, kept, must_stand=best_must_stand)
     if gone is not None:
-        on_event("best_gone", step=gone.step, metric=gone.metric, value=gone.value)
-    return others
+        at_fault = [e.name for e in found if e.step == gone.step or e.name == BEST_FILE]
+        fault = next(filter(None, (faults.get(name) for name in at_fault)), "")
+        on_event("best_gone", gone=gone, fault=fault, instead=line.best.best)
+    return list(faults)
 
 
 def _set_aside_others(
     found: Sequence[Checkpoint], chosen: Checkpoint, disk: Disk, on_event: Callable[..., None]
-) -> list[str]:
-    """Move aside what the chosen one does not follow from, damaged or later; return its names.
+) -> dict[str, str]:
+    """Move aside what the chosen one does not follow from; return names, with faults if torn.
 
-    A file that stands alone as `latest.pth` or `best.pth` gets its step's name: retention is about
-    those, and the next save takes the other.
+    That is what is damaged or later. Of a file and a copy, of which one is torn, the whole one
+    stays. A file that stands alone as `latest.pth` or `best.pth` gets its step's name: retention
+    is about those, and the next save takes the other.
     """
     assert chosen.manifest is not None, "only a whole checkpoint is chosen"
+    torn = _torn_of_two(found, whole=chosen)
     others = [
         entry
         for entry in found
-        if entry is not chosen
-        and (entry.manifest is None or entry.manifest.sequence >= chosen.manifest.sequence)
+        if entry.manifest is None
+        or entry.name in torn
+        or (
+            entry.manifest.sequence >= chosen.manifest.sequence
+            and entry.manifest != chosen.manifest
+        )
     ]
     for entry in others:
+        if entry.name in torn:
+            on_event("damaged", name=entry.name, fault=torn[entry.name])
         on_event("set_aside", name=entry.name, new_name=set_aside(entry.path, disk=disk))
     for entry in found:
         if entry in others or entry.manifest is None or entry.name == entry.manifest.name:
@@ -270,7 +294,19 @@ def _set_aside_others(
         if not named.exists():
             disk.rename(entry.path, named)
             disk.sync_folder(named.parent)
-    return [entry.name for entry in others]
+    return {entry.name: torn.get(entry.name, entry.fault) for entry in others}
+
+
+def _torn_of_two(found: Sequence[Checkpoint], *, whole: Checkpoint) -> dict[str, str]:
+    """Return which of a file and its copies are torn, and how: they are listed because one is."""
+    copied = [
+        e.manifest
+        for e in found
+        if e.manifest and e.name != e.manifest.name and is_file_name(e.name)
+    ]
+    looked_at = [e for e in found if e is not whole and e.manifest and e.manifest in copied]
+    faults = {entry.name: fault_of(entry.path) for entry in looked_at}
+    return {name: fault for name, fault in faults.items() if fault is not None}
 
 
 def _check_layout(found: Sequence[Checkpoint], *, files: bool, folder: Path) -> None:

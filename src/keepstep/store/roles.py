@@ -5,19 +5,38 @@ one: an evaluation that was made after its checkpoint was committed stands in no
 the next save, and only where `best` points at the newest checkpoint itself.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.errors import NotFound
 from keepstep.store.catalog import Checkpoint, is_copy, list_checkpoints, look_at, pointed_at
-from keepstep.store.layout import BEST_FILE, BEST_NAME, LATEST_NAME, step_name
+from keepstep.store.layout import (
+    BEST_FILE,
+    BEST_NAME,
+    CHECKPOINTS_NAME,
+    LATEST_FILE,
+    LATEST_NAME,
+    OUTCOME_NAME,
+    step_name,
+)
 from keepstep.store.manifest import Manifest
+
+NO_RUNS, ANOTHER_RUNS = "no run's", "another run's"
 
 
 def found_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return all checkpoints of a run, aside ones last; NotFound where there are none."""
+    if folder.is_file():
+        raise NotFound(
+            f"{folder} is a file, not the folder of a run",
+            hint="`keepstep ckpt ls` and `verify` take one .pth file; all else takes a folder.",
+        )
     if not folder.is_dir():
-        raise NotFound(f"there is no folder {folder}")
+        raise NotFound(
+            f"there is no folder {folder}",
+            hint="Check the path; `keepstep train` makes the folder of a run, runs/NAME.",
+        )
     entries = list_checkpoints(folder, aside=True)
     if not entries:
         raise NotFound(
@@ -44,14 +63,48 @@ def roles_of(entry: Checkpoint, entries: Sequence[Checkpoint]) -> list[str]:
     """Return what a checkpoint is among the others: latest, best, milestone, aside."""
     if entry.aside:
         return ["aside"]
-    kept = [other.manifest for other in entries if other.manifest and not other.aside]
-    if entry.manifest is None or not kept:
+    kept = [
+        other.manifest
+        for other in entries
+        if other.manifest and not other.aside and not whose(other, entries)
+    ]
+    if entry.manifest is None or whose(entry, entries):
         return []
     newest = max(kept, key=lambda manifest: manifest.sequence)
     roles = [LATEST_NAME] if entry.manifest.sequence == newest.sequence else []
     if best_sequence(entry.path.parent, newest) == entry.manifest.sequence:
         roles.append(BEST_NAME)
     return roles + (["milestone"] if entry.manifest.milestone else [])
+
+
+def whose(entry: Checkpoint, entries: Sequence[Checkpoint]) -> str:
+    """Return whose a checkpoint is where it is not this run's: no run's, another's; else nothing.
+
+    Another run's has no role and no reason of this run's retention: their numbers are not one
+    order. Which run is this one: `outcome.json` says it; else the names that hold a step do, if
+    they are of one run. Where they are not, each is another run's.
+    """
+    if not entry.of_a_run:
+        return NO_RUNS
+    if entry.aside or entry.manifest is None:
+        return ""
+    return "" if entry.manifest.run_id == _this_run(entry.path.parent, entries) else ANOTHER_RUNS
+
+
+def _this_run(folder: Path, entries: Sequence[Checkpoint]) -> str | None:
+    home = folder.absolute().parent if folder.absolute().name == CHECKPOINTS_NAME else folder
+    try:
+        outcome = json.loads((home / OUTCOME_NAME).read_bytes())
+    except (FileNotFoundError, ValueError):
+        # A loop of one's own leaves none, and `train` says so of one that is damaged.
+        outcome = None
+    recorded = outcome.get("run_id") if isinstance(outcome, dict) else None
+    if isinstance(recorded, str):
+        return recorded
+    standing = [entry for entry in entries if entry.manifest and not entry.aside]
+    named = [entry for entry in standing if entry.name not in (LATEST_FILE, BEST_FILE)]
+    runs = {entry.manifest.run_id for entry in named or standing if entry.manifest}
+    return runs.pop() if len(runs) == 1 else None
 
 
 def label_of(entry: Checkpoint) -> str:

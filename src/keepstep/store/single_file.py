@@ -27,6 +27,7 @@ from keepstep.errors import (
     SaveFailed,
     UnsafeState,
     UsageError,
+    way_out,
 )
 from keepstep.store.archive import check_new, fault_in, fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
@@ -173,10 +174,15 @@ def _save(path: Path, state: Mapping[str, Any], best: Path | None, *, disk: Disk
             raise SaveFailed(
                 f"{path} could not be saved: {error}"
                 + (f"; but {notes}" if notes else "; every older file is as it was"),
-                hint="Make room or mend the disk, and save again.",
+                hint=_hint_after(error),
             ) from error
         raise
     attempt.tidy()
+
+
+def _hint_after(error: OSError | RuntimeError) -> str:
+    known = way_out(error, then="save again") if isinstance(error, OSError) else ""
+    return known or "Make room or mend the disk, and save again."
 
 
 class _Attempt:
@@ -258,7 +264,10 @@ def _check_targets(targets: list[Path]) -> None:
                 hint=f"Leftovers are found by their ending, {_TEMPORARY_SUFFIX}.",
             )
         if target.is_dir():
-            raise UsageError(f"{target} is a folder, where a file is to be saved")
+            raise UsageError(
+                f"{target} is a folder, where a file is to be saved",
+                hint="Move it out of the way, or save under another name.",
+            )
     if len({target.parent.resolve() / target.name for target in targets}) != len(targets):
         raise UsageError(f"{targets[0]} cannot be the best as well: it is replaced at every save")
 

@@ -52,7 +52,7 @@ class Store:
     `layout`: a folder for each checkpoint, or one `.pth` file, which holds sharded tensors whole.
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry,
-    set_aside, written_anew, deleted, best_gone, housekeeping_failed, disk_refused,
+    damaged, set_aside, written_anew, deleted, best_gone, housekeeping_failed, disk_refused,
     verified_on_disk, not_read_back.
     `verify_after_write`: a save is over when all of it was read back from the disk.
     """

@@ -9,7 +9,7 @@ from keepstep.errors import CheckpointDamaged
 from keepstep.store.archive import fault_of
 from keepstep.store.catalog import Checkpoint
 from keepstep.store.direct import Reader
-from keepstep.store.layout import MANIFEST_NAME, is_data_name, is_file_name
+from keepstep.store.layout import MANIFEST_NAME, is_archive_name, is_data_name
 from keepstep.store.manifest import FileEntry, Manifest, digest_of, read_manifest
 
 
@@ -29,8 +29,10 @@ def verify(checkpoint: Checkpoint, *, from_disk: bool = False) -> list[Fault]:
     ``from_disk``: past the page cache, also where memory still has the bytes; where the file
     system does not take that, the cache is asked to let them go first.
     """
-    if is_file_name(checkpoint.path.name):
-        fault = checkpoint.fault or fault_of(checkpoint.path, from_disk=from_disk)
+    if is_archive_name(checkpoint.path.name):
+        # That no run saved it is no fault of its bytes.
+        known = checkpoint.fault if checkpoint.of_a_run else ""
+        fault = known or fault_of(checkpoint.path, from_disk=from_disk)
         return [Fault(file=checkpoint.name, tensor="", offset=0, message=fault)] if fault else []
     try:
         manifest = read_manifest(checkpoint.path)

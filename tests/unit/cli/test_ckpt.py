@@ -211,7 +211,7 @@ def test_show_of_a_torn_checkpoint_is_damage(run, capsys):
     ("words", "said"),
     [
         (["ls", "RUN/nothing"], "there is no folder"),
-        (["ls", "RUN/file"], "there is no folder"),
+        (["ls", "RUN/file"], "is a file, not the folder of a run"),
         (["ls", "RUN/empty"], "holds no checkpoints"),
         (["verify", "RUN", "step_7"], "it holds step_1, step_2, step_3, aside/step_4"),
         (["show", "RUN", "4"], "it holds step_1"),

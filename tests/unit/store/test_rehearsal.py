@@ -126,7 +126,7 @@ def small_disk(tmp_path: Path):
 
 
 def test_the_room_for_all_that_are_kept_and_one_more_is_asked_for(small_disk):
-    with pytest.raises(CannotSave, match=r"bytes free; its checkpoints, 3 more of about 1,\d+,"):
+    with pytest.raises(CannotSave, match=r"no room for 3 more checkpoints: 3,\d+,\d+ bytes"):
         rehearse(small_disk, keep_last_n=2)
     assert left_in(small_disk) == []
     assert rehearse(small_disk, keep_last_n=0).fits == 2
@@ -137,7 +137,7 @@ def test_the_room_for_all_that_are_kept_and_one_more_is_asked_for(small_disk):
         # One more fits, and goes before this one does.
         assert store.rehearse(STATE).fits == 1
         (small_disk / "filler").write_bytes(b"x" * (1 << 20))
-        with pytest.raises(CannotSave, match="1 more of about"):
+        with pytest.raises(CannotSave, match="no room for one more checkpoint: 1,"):
             store.rehearse(STATE)
 
 
