@@ -157,6 +157,18 @@ def test_a_place_without_checkpoints_is_said_in_words_and_in_json(
     assert then in err
 
 
+@pytest.mark.parametrize("place", ["nothing", "empty"])
+def test_a_config_that_is_none_says_what_to_give(tmp_path, capsys, place):
+    (tmp_path / "empty").mkdir()
+    for verb in (["config", "check"], ["train"]):
+        assert main([*verb, str(tmp_path / place)]) == 2
+        err = capsys.readouterr().err
+        assert str(tmp_path / place) in err
+        assert "The first argument is a TOML file" in err
+    assert main(["config", "check", str(tmp_path / place), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
 def test_a_folder_without_rights_is_said_and_is_json(tmp_path, capfd):
     place = tmp_path / "closed"
     place.mkdir(mode=0o700)
