@@ -159,18 +159,21 @@ def test_a_full_disk_at_a_resume_names_the_prune_that_makes_room(small_disk, cap
         assert store.rehearse(STATE).fits == 1
 
 
-def test_a_single_file_in_a_folder_without_rights_names_the_rights(tmp_path):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=["no writing", "no entry"])
+def test_a_single_file_in_a_folder_without_rights_names_the_rights(tmp_path, mode):
+    place = tmp_path / "place"
+    place.mkdir(mode)
+    # The folders above are the user's own, one more of them where tests run side by side.
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder.name.startswith(("test_", "popen-", "pytest-")):
+            folder.chmod(0o755)
 
     def work() -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
-        else:
-            tmp_path.chmod(0o555)
         with pytest.raises(SaveFailed, match="Permission denied") as caught:
-            save_checkpoint_atomic(tmp_path / "latest.pth", {"step": 1})
-        assert str(tmp_path / "latest.pth") in caught.value.message
+            save_checkpoint_atomic(place / "latest.pth", {"step": 1})
+        assert str(place / "latest.pth") in caught.value.message
         assert caught.value.hint == "Look at who owns it and what they allow."
 
     assert in_a_child(work) == 0
