@@ -305,7 +305,7 @@ def _move_files(path: Path, disk: Disk) -> Path:
 def _name_in(note: Path) -> str:
     """Return where a move goes on to: a name that only `_free_aside` can have given this folder."""
     text = ""
-    if note.is_file() and not note.is_symlink():
+    if note.is_file():
         with note.open("rb") as file:
             text = file.read(_NAME_BYTES_MAX).decode(errors="replace")
     if plain_name(text) != note.parent.name:
