@@ -171,8 +171,11 @@ def test_a_config_extends_another_section_by_section(tmp_path):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.toml"):
         load_task_config(tmp_path / "nothing.toml", [])
-    with pytest.raises(ConfigError, match=r"gone\.toml"):
-        load(tmp_path, 'extends = "gone.toml"')
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("gone.toml", "folder.toml"):
+        with pytest.raises(ConfigError, match=name) as caught:
+            load(tmp_path, f'extends = "{name}"')
+        assert caught.value.hint.endswith(".toml extends it.")
     assert "circle" in problems(tmp_path, 'extends = "c.toml"')[0]
     assert "circle" in problems(tmp_path, f'extends = "../{tmp_path.name}/c.toml"')[0]
     assert "not valid TOML" in problems(tmp_path, "[train\n")[0]
