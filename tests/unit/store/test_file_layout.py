@@ -222,7 +222,7 @@ def test_going_back_sets_the_later_ones_aside_with_their_names(tmp_path):
     with make_store(tmp_path, keep_last_n=0) as store:
         store.restore(2)
         shutil.copy(tmp_path / "aside" / "steps_3.pth", tmp_path / "steps_3.pth")
-        save(store, 3)
+        store.save({"step": 3}, step=3)
     assert (tmp_path / "aside" / "steps_3.pth.2").read_bytes() == old
     assert [e.manifest.sequence for e in list_checkpoints(tmp_path)] == [1, 2, 6]
     assert len(list_checkpoints(tmp_path, aside=True)) == 7
