@@ -25,6 +25,7 @@ from keepstep.store.layout import (
     unfinished_name,
 )
 from keepstep.store.manifest import Manifest, read_manifest
+from keepstep.store.regular import opened
 
 _POINTER_BYTES_MAX = 64
 
@@ -119,10 +120,12 @@ def pointed_at(path: Path) -> str | None:
     """
     if path.is_symlink():
         return path.readlink().name
-    if not path.is_file() or path.stat().st_size > _POINTER_BYTES_MAX:
+    if not path.is_file():
         return None
-    name = path.read_bytes().decode(errors="replace").rstrip("\n")
-    return name if step_of(name) is not None else None
+    with opened(path) as file:
+        text = file.read(_POINTER_BYTES_MAX + 1)
+    name = text.decode(errors="replace").rstrip("\n")
+    return name if len(text) <= _POINTER_BYTES_MAX and step_of(name) is not None else None
 
 
 def files_in(path: Path) -> list[os.stat_result]:
@@ -130,9 +133,14 @@ def files_in(path: Path) -> list[os.stat_result]:
 
     Frozen weights are one file with a name in each of several checkpoints (`st_nlink`).
     """
-    if path.is_dir():
-        return [file.lstat() for file in path.iterdir()]
-    return [path.lstat()] if path.is_file() else []
+    found = []
+    try:
+        for file in path.iterdir() if path.is_dir() else [path]:
+            found.append(file.lstat())
+    except FileNotFoundError:
+        # Deleted since it was listed: what is gone has no bytes, and the rest goes with it.
+        return found
+    return found
 
 
 def shared_bytes(entry: Checkpoint) -> int:
@@ -152,8 +160,13 @@ def _in_folder(place: Path, *, aside: bool) -> list[Checkpoint]:
     if not place.is_dir():
         return []
     found = [look_at(path, aside=aside) for path in place.iterdir() if _is_folder_name(path.name)]
-    found = [entry for entry in found if entry.step >= 0]
-    return sorted(found or _files_in(place, aside=aside), key=_order)
+    found = [entry for entry in found if entry.step >= 0] or _files_in(place, aside=aside)
+    return sorted((entry for entry in found if not _is_gone(entry)), key=_order)
+
+
+def _is_gone(entry: Checkpoint) -> bool:
+    """Tell whether what looks damaged was deleted while it was looked at."""
+    return entry.manifest is None and not (entry.path.exists() or entry.path.is_symlink())
 
 
 def _is_folder_name(name: str) -> bool:
@@ -175,7 +188,8 @@ def is_copy(path: Path, entry: Checkpoint) -> bool:
     try:
         if path.samefile(entry.path):
             return True
-    except FileNotFoundError:
+    except OSError:
+        # What cannot be looked at is no copy; it is listed, with that as its fault.
         return False
     if entry.manifest is None or look_at(path).manifest != entry.manifest:
         return False

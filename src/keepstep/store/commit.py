@@ -48,6 +48,7 @@ from keepstep.store.manifest import (
     to_bytes,
 )
 from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.regular import opened
 
 _NAME_BYTES_MAX = 64
 
@@ -308,7 +309,7 @@ def _name_in(note: Path) -> str:
     """Return where a move goes on to: a name that only `free_aside` can have given this folder."""
     text = ""
     if note.is_file() and not note.is_symlink():
-        with note.open("rb") as file:
+        with opened(note) as file:
             text = file.read(_NAME_BYTES_MAX).decode(errors="replace")
     if plain_name(text) != note.parent.name:
         raise CheckpointDamaged(

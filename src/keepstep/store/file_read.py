@@ -25,6 +25,7 @@ from keepstep.store.manifest import (
     from_bytes,
     to_bytes,
 )
+from keepstep.store.regular import opened
 from keepstep.store.single_file import load_checkpoint
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def read_facts(path: Path) -> Manifest:
 
     The bytes of the tensors are not read.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         fault = fault_in(file, whole=False)
         found = os.fstat(file.fileno())
     if fault is not None:

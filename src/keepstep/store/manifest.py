@@ -26,6 +26,7 @@ import xxhash
 from keepstep.errors import CheckpointDamaged
 from keepstep.store.layout import MANIFEST_NAME, file_name, is_data_name, step_name, step_of
 from keepstep.store.plain import is_too_deep
+from keepstep.store.regular import opened
 
 FORMAT_VERSION = 1
 FILE_METHOD = "file"
@@ -210,8 +211,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is missing")
     if path.stat().st_size > _MANIFEST_BYTES_MAX:
         raise CheckpointDamaged(f"{MANIFEST_NAME} has an absurd size")
+    with opened(path) as file:
+        text = file.read()
     # What was set aside may carry a suffix behind a dot, where its name was taken.
-    manifest = from_bytes(path.read_bytes(), folder_name=folder.name.partition(".")[0])
+    manifest = from_bytes(text, folder_name=folder.name.partition(".")[0])
     _require(not manifest.is_file, "it is that of a single file")
     for entry in manifest.files:
         data_path = folder / entry.name
