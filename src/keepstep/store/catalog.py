@@ -4,6 +4,7 @@ A folder holds one layout: where there are folders of checkpoints, its `.pth` fi
 Only those need torch.
 """
 
+import functools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState
 from keepstep.store.archive import fault_of
-from keepstep.store.file_read import read_facts
+from keepstep.store.file_read import FILES_REMEMBERED, read_facts
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_FILE,
@@ -184,16 +185,30 @@ def _files_in(place: Path, *, aside: bool) -> list[Checkpoint]:
 
 
 def is_copy(path: Path, entry: Checkpoint) -> bool:
-    """Tell whether a file is another name of a checkpoint, or one of two copies, both whole."""
+    """Tell whether a file is another name of a checkpoint, or one of two copies, both whole.
+
+    A file that has not changed since it was last found whole is not read again.
+    """
     try:
         if path.samefile(entry.path):
             return True
+        if entry.manifest is None or look_at(path).manifest != entry.manifest:
+            return False
+        return all(_is_whole(one, *_identity(one)) for one in (path, entry.path))
     except OSError:
         # What cannot be looked at is no copy; it is listed, with that as its fault.
         return False
-    if entry.manifest is None or look_at(path).manifest != entry.manifest:
-        return False
-    return fault_of(path) is None and fault_of(entry.path) is None
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
+# Where there are no links each save asks this of every copy, and it reads all of a file.
+@functools.lru_cache(maxsize=FILES_REMEMBERED)
+def _is_whole(path: Path, *_identity: int) -> bool:
+    return fault_of(path) is None
 
 
 def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:

@@ -151,9 +151,11 @@ class Disk:
         self.operation("allocate", path)
         libc = ctypes.CDLL(None, use_errno=True)
         size = ctypes.c_int64(count)
-        if libc.fallocate64(descriptor, 0, ctypes.c_int64(0), size) != 0:
+        while libc.fallocate64(descriptor, 0, ctypes.c_int64(0), size) != 0:
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(path))
+            # Python asks again by itself only for calls of its own; its handler has run by now.
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code), str(path))
 
     # Built from the primitives.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from keepstep.store.shards import Place
 
 FACTS_KEY = "keepstep"
-_FILES_REMEMBERED = 1024
+FILES_REMEMBERED = 1024
 
 
 def with_facts(state: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def read_facts(path: Path) -> Manifest:
 
 
 # Each save looks at all of them, and unpickling takes milliseconds a file.
-@functools.lru_cache(maxsize=_FILES_REMEMBERED)
+@functools.lru_cache(maxsize=FILES_REMEMBERED)
 def _facts_of(path: Path, _device: int, _inode: int, _changed: int, size: int) -> Manifest:
     # Mapped: of the tensors, only names and shapes are wanted.
     content = load_archive(str(path), path, map_location="cpu", mmap=True)

@@ -13,9 +13,11 @@ Invariants, checked on the way out and on the way in:
    damaged, so that a checkpoint that is whole is found behind it.
 """
 
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -41,6 +43,8 @@ _HEADER_BYTES_MAX = 1 << 30
 """A header has some 100 bytes a tensor; it is read as a whole too."""
 _AXES_MAX = 64
 """Torch's own limit."""
+_CORNERS_MAX = 1 << 22
+"""A tensor of a million pieces, cut along two axes, has 64 TB."""
 _COUNT_MAX = 2**63 - 1
 _TIME_MAX = 253402300799
 """The last second of the year 9999, beyond which no date can be shown."""
@@ -304,23 +308,31 @@ def _require_tiling(tensor: TensorEntry) -> None:
         _require(inside, f"a piece of {name} lies outside the tensor")
         covered += math.prod(piece.shape)
     _require(covered == math.prod(tensor.shape), f"the pieces of {name} do not cover it")
-    _require(not _overlap(tensor.pieces), f"pieces of {name} overlap")
+    _require_apart(tensor)
 
 
-def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Tell whether two pieces have an element in common, by a sweep along the first axis."""
-    beside: list[Piece] = []
-    filled = [piece for piece in pieces if math.prod(piece.shape)]
-    for piece in sorted(filled, key=lambda p: p.offset):
-        if beside and not piece.shape:
-            return True
-        beside = [b for b in beside if b.offset[0] + b.shape[0] > piece.offset[0]]
-        for other in beside:
-            axes = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in axes):
-                return True
-        beside.append(piece)
-    return False
+def _require_apart(tensor: TensorEntry) -> None:
+    """Hold pieces that have as many elements as the tensor to share none: each is in one piece.
+
+    By their corners, each with the sign of an inclusion and exclusion: a sum of boxes is the whole
+    if and only if all corners but the whole's cancel. It costs 2^axes a piece, of the axes that
+    are cut, where pairs would cost the square of the pieces.
+    """
+    whole = tuple(0 for _ in tensor.shape), tensor.shape
+    boxes = [(p.offset, p.shape) for p in tensor.pieces if math.prod(p.shape)]
+    axes = [
+        axis
+        for axis, size in enumerate(tensor.shape)
+        if any(shape[axis] != size for _, shape in boxes)
+    ]
+    _require(len(boxes) << len(axes) <= _CORNERS_MAX, f"{tensor.name} is cut too finely")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (offset, shape) in [(-1, whole), *((1, box) for box in boxes)]:
+        ends = [((offset[axis], 1), (offset[axis] + shape[axis], -1)) for axis in axes]
+        for corner in itertools.product(*ends):
+            place = tuple(position for position, _ in corner)
+            corners[place] += sign * math.prod(side for _, side in corner)
+    _require(not boxes or not any(corners.values()), f"pieces of {tensor.name} overlap")
 
 
 def _require_every_byte(manifest: Manifest) -> None:

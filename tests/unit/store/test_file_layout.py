@@ -17,7 +17,7 @@ from keepstep.errors import (
     UnsafeState,
     UsageError,
 )
-from keepstep.store import Store, list_checkpoints, load_checkpoint, verify
+from keepstep.store import Store, attempts, list_checkpoints, load_checkpoint, verify
 from keepstep.store.disk import Disk
 from keepstep.store.roles import find_checkpoint
 from tests.helpers.child import in_a_child
@@ -349,6 +349,32 @@ def test_bytes_that_the_disk_changes_while_they_are_written_never_get_the_name(t
         with pytest.raises(SaveFailed, match="is not what was written"):
             save(store, 2)
     assert names(tmp_path) == ["best.pth", "latest.pth", "steps_1.pth"]
+
+
+def test_bytes_that_the_disk_changes_once_are_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempts, "_BACK_OFF_SECONDS", (0.0,))
+
+    class SpoilingOnce(Disk):
+        spoiled = False
+
+        def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
+            if len(data) > 1000 and not self.spoiled:
+                self.spoiled = True
+                data = bytearray(data)
+                data[len(data) // 2] ^= 4
+            super().write(descriptor, data, path)
+
+    heard = []
+    with make_store(
+        tmp_path,
+        disk=SpoilingOnce(),
+        save_retries=1,
+        on_event=lambda event, **facts: heard.append((event, facts.get("error", ""))),
+    ) as store:
+        save(store, 1)
+    ((_, error),) = [told for told in heard if told[0] == "retry"]
+    assert "is not what was written: the CRC of the record" in error
+    assert load_checkpoint(tmp_path / "steps_1.pth")["step"] == 1
 
 
 def test_a_file_under_the_name_of_another_step_is_no_checkpoint_of_it(tmp_path):

@@ -3,7 +3,9 @@
 import errno
 import multiprocessing
 import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,31 @@ def test_what_is_deleted_while_it_is_listed_is_not_called_damaged(tmp_path, layo
     assert other.exitcode == 0
 
 
+def bytes_read() -> int:
+    (line,) = [x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("rchar")]
+    return int(line.split()[1])
+
+
+def test_where_there_are_no_links_a_save_reads_what_is_new_and_no_older_copy(tmp_path):
+    size, counts = 4 << 20, []
+    state = {"weight": torch.zeros(size // 4), "step": 0}
+    with Store(
+        tmp_path,
+        layout="files",
+        best_metric="loss",
+        keep_last_n=3,
+        disk=RefusingDisk(errno.EPERM),
+    ) as store:
+        for step in range(1, 6):
+            state["step"] = step
+            before = bytes_read()
+            store.save(state, step=step, metrics={"loss": float(step)})
+            counts.append((bytes_read() - before) / size)
+    print(counts)
+    # To check it, to copy it, and to know the copy again.
+    assert max(counts[2:]) < 4.5, counts
+
+
 REFUSALS = [errno.EPERM, errno.EACCES, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK]
 
 
@@ -247,3 +274,24 @@ def test_an_error_of_the_disk_is_no_refusal_of_a_link(tmp_path):
     ) as store:
         store.save({"step": 1}, step=1)
     assert any("Input/output" in error for _, error in heard)
+
+
+def test_a_signal_does_not_end_the_reservation_of_space():
+    """The timer of a profiler comes in the middle of one: tmpfs then gives up what it has."""
+    place = Path(f"/dev/shm/keepstep-{os.getpid()}")
+    heard = []
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(time.perf_counter()))
+    try:
+        for delay in (0.001, 0.002, 0.004, 0.008):
+            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                Disk().allocate(descriptor, 256 << 20, place)
+                assert os.fstat(descriptor).st_size == 256 << 20
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                os.close(descriptor)
+                place.unlink()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert heard
