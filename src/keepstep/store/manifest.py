@@ -177,12 +177,12 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
     head, separator, tail = text.rpartition(_DIGEST_KEY)
     body = head + b"}"
     if not separator or tail != digest_of(body).encode() + b'"}\n':
-        raise CheckpointDamaged(f"{MANIFEST_NAME} does not match its own digest")
+        raise CheckpointDamaged("the manifest does not match its own digest")
     try:
         data = json.loads(body, parse_float=_finite, parse_constant=_finite)
         if data.get("format_version") != FORMAT_VERSION:
             raise CheckpointDamaged(
-                f"{MANIFEST_NAME} has format version {data.get('format_version')!r};"
+                f"the manifest has format version {data.get('format_version')!r};"
                 f" this version of keepstep reads {FORMAT_VERSION}"
             )
         manifest = _from_data(data)
@@ -197,9 +197,9 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
         OverflowError,
         RecursionError,
     ) as error:
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {error}") from error
+        raise CheckpointDamaged(f"the manifest is malformed: {error}") from error
     if folder_name is not None and step_of(folder_name) != manifest.step:
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is that of step {manifest.step}")
+        raise CheckpointDamaged(f"the manifest is that of step {manifest.step}")
     return manifest
 
 
@@ -215,11 +215,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is missing")
     if path.stat().st_size > _MANIFEST_BYTES_MAX:
         raise CheckpointDamaged(f"{MANIFEST_NAME} has an absurd size")
-    with opened(path) as file:
-        text = file.read()
-    # What was set aside may carry a suffix behind a dot, where its name was taken.
-    manifest = from_bytes(text, folder_name=folder.name.partition(".")[0])
-    _require(not manifest.is_file, "it is that of a single file")
+    try:
+        with opened(path) as file:
+            # What was set aside may carry a suffix behind a dot, where its name was taken.
+            manifest = from_bytes(file.read(), folder_name=folder.name.partition(".")[0])
+        _require(not manifest.is_file, "it is that of a single file")
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{MANIFEST_NAME}: {error.message}") from error
     for entry in manifest.files:
         data_path = folder / entry.name
         if data_path.is_symlink() or not data_path.is_file():
@@ -314,17 +316,13 @@ def _require_tiling(tensor: TensorEntry) -> None:
 def _require_apart(tensor: TensorEntry) -> None:
     """Hold pieces that have as many elements as the tensor to share none: each is in one piece.
 
-    By their corners, each with the sign of an inclusion and exclusion: a sum of boxes is the whole
-    if and only if all corners but the whole's cancel. It costs 2^axes a piece, of the axes that
-    are cut, where pairs would cost the square of the pieces.
+    By their corners, each with its sign: a sum of boxes is the whole if and only if all corners
+    but the whole's cancel. That costs 2^axes a piece, of those axes that are cut; pairs, a square.
     """
     whole = tuple(0 for _ in tensor.shape), tensor.shape
     boxes = [(p.offset, p.shape) for p in tensor.pieces if math.prod(p.shape)]
-    axes = [
-        axis
-        for axis, size in enumerate(tensor.shape)
-        if any(shape[axis] != size for _, shape in boxes)
-    ]
+    sizes = enumerate(tensor.shape)
+    axes = [axis for axis, size in sizes if any(shape[axis] != size for _, shape in boxes)]
     _require(len(boxes) << len(axes) <= _CORNERS_MAX, f"{tensor.name} is cut too finely")
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offset, shape) in [(-1, whole), *((1, box) for box in boxes)]:
@@ -380,7 +378,7 @@ def _require_digest(text: Any) -> None:
 def _require(holds: bool, what: str) -> None:
     # A statement of its own and no assert, because `python -O` removes those.
     if not holds:
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {what}")
+        raise CheckpointDamaged(f"the manifest is malformed: {what}")
 
 
 def _finite(text: str) -> float:

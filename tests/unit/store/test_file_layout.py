@@ -384,3 +384,12 @@ def test_a_file_under_the_name_of_another_step_is_no_checkpoint_of_it(tmp_path):
     assert found == {"steps_1.pth": "", "steps_2.pth": "", "steps_9.pth": "it holds step 2"}
     with make_store(tmp_path) as store:
         assert store.restore().path.name == "steps_2.pth"
+
+
+def test_what_a_file_says_wrongly_of_itself_is_not_laid_to_a_manifest_json(tmp_path):
+    train(tmp_path, until=1)
+    content = torch.load(tmp_path / "steps_1.pth", weights_only=True)
+    content["keepstep"]["samples"] = 99
+    torch.save(content, tmp_path / "steps_1.pth")
+    faults = {entry.name: entry.fault for entry in list_checkpoints(tmp_path)}
+    assert faults["steps_1.pth"] == "the manifest does not match its own digest"

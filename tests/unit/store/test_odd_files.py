@@ -21,7 +21,7 @@ from keepstep.store import (
     save_checkpoint_atomic,
     verify,
 )
-from keepstep.store.catalog import files_in
+from keepstep.store.catalog import files_in, pointed_at
 from keepstep.store.disk import Disk
 from keepstep.store.lock import FolderLock
 from keepstep.store.pins import read_pins
@@ -122,6 +122,11 @@ def test_a_pipe_is_not_waited_for_where_a_line_is_appended(tmp_path):
         Disk().open_for_append(tmp_path / "journal.jsonl")
     with pytest.raises(OSError):
         Disk().sync_file(tmp_path / "journal.jsonl")
+
+
+def test_a_long_file_called_latest_is_no_pointer(tmp_path):
+    (tmp_path / "latest").write_text("step_" + "9" * 99)
+    assert pointed_at(tmp_path / "latest") is None
 
 
 def test_a_folder_in_the_place_of_a_file_is_called_one(tmp_path):

@@ -10,7 +10,7 @@ from tests.helpers.single_file import same_file
 from tests.unit.store.test_file_layout import make_store, save, train
 
 
-@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "broken link", "folder"])
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "broken link", "loop", "folder"])
 def test_a_link_that_somebody_put_in_the_place_of_a_name_is_set_aside(tmp_path, kind):
     """A link is somebody's way to their own file: replaced, nobody would find it again."""
     train(tmp_path / "run", until=3)
@@ -26,7 +26,7 @@ def test_a_link_that_somebody_put_in_the_place_of_a_name_is_set_aside(tmp_path, 
             elif kind == "folder":
                 path.mkdir()
             else:
-                path.symlink_to(mine if kind == "symbolic link" else "nowhere.pth")
+                path.symlink_to({"symbolic link": mine, "loop": name}.get(kind, "nowhere.pth"))
         save(store, 4)
     for name in ("latest.pth", "best.pth"):
         moved = tmp_path / "run" / "aside" / name
