@@ -257,7 +257,7 @@ class Run:
         if path.is_file():
             try:
                 found = json.loads(path.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 # It is written atomically, so this is damage from outside; checkpoints decide.
                 self.notice("run", f"{path} is not JSON ({error}); it is written anew")
                 return None

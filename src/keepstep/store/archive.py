@@ -10,6 +10,7 @@ Guarantees:
 The only place that may call `torch.save` and `torch.load`.
 """
 
+import errno
 import struct
 import zipfile
 import zlib
@@ -20,11 +21,12 @@ from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import IO, Any, cast
 
-from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
+from keepstep.errors import CheckpointDamaged, UnsafeState
 from keepstep.store.direct import forget
 from keepstep.store.disk import Disk
 from keepstep.store.handles import NewFile
 from keepstep.store.pickled import names_in
+from keepstep.store.regular import opened
 
 # All that `zipfile` says of bytes that are no archive, or not the one that was written.
 _BROKEN = (
@@ -61,17 +63,17 @@ def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Read back what was just written; SaveFailed or UnsafeState where it could not be loaded."""
+    """Read back what was just written; OSError where it is something else, which a new attempt may
+    mend, and UnsafeState where no checkpoint may hold it.
+    """
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
-    with path.open("rb") as file:
+    with opened(path) as file:
         fault = fault_in(file)
     if fault is not None:
-        raise SaveFailed(
-            f"{path} is not what was written: {fault}; every older file is as it was",
-            hint="The disk or the memory is at fault. Save to another place.",
-        )
-    with path.open("rb") as file:
+        text = f"what is read back is not what was written: {fault}"
+        raise OSError(errno.EIO, text, str(path))
+    with opened(path) as file:
         unsafe = sorted({*get_unsafe_globals_in_checkpoint(str(path)), *_allocating(file)})
     if unsafe:
         raise UnsafeState(
@@ -87,7 +89,7 @@ def fault_of(path: Path, *, from_disk: bool = False) -> str | None:
     ``from_disk``: the page cache is asked to let the file go first.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             if from_disk:
                 forget(file.fileno())
             return fault_in(file)

@@ -15,10 +15,11 @@ from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
-from keepstep.store.layout import BEST_FILE, is_file_name
+from keepstep.store.layout import BEST_FILE, file_step_of, is_file_name
 from keepstep.store.line import Line
 from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
+from keepstep.store.methods import Saving
 from keepstep.store.ranks import Ranks, first, together
 
 _NOTHING = "(nothing)"
@@ -45,16 +46,18 @@ class Restored:
     set_aside: tuple[str, ...]
 
 
-def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
+def look_together(folder: Path, ranks: Ranks, *, files: bool) -> list[Checkpoint]:
     """Return the checkpoints in the order of their commits, as the first rank finds them.
+
+    Without ``files``, not those files that may be a person's own, which folders leave alone.
 
     Raises where another rank sees something else under these names: the folder is not shared, or
     its host has not heard of the newest yet.
     """
     if ranks.size == 1:
-        return checkpoints_in(folder)
+        return _runs_own(folder, files=files)
     names: list[str] = first(
-        ranks, "restore: list", lambda: [entry.name for entry in checkpoints_in(folder)]
+        ranks, "restore: list", lambda: [entry.name for entry in _runs_own(folder, files=files)]
     )
     found = [look_at(folder / name) for name in names]
     seen = [
@@ -74,9 +77,24 @@ def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
     return found
 
 
-def require_none(folder: Path) -> None:
+def _runs_own(folder: Path, *, files: bool) -> list[Checkpoint]:
+    """Return what only a run can have left; with ``files`` all that has one of their names.
+
+    A torn file with a step in its name may be the last of a run. Every loop has a `best.pth`.
+    """
+    return [
+        entry
+        for entry in checkpoints_in(folder)
+        if files
+        or entry.manifest is not None
+        or not is_file_name(entry.name)
+        or (entry.of_a_run and file_step_of(entry.name) is not None)
+    ]
+
+
+def require_none(folder: Path, saving: Saving) -> None:
     """Raise UsageError where a session would save beside checkpoints that it never looked at."""
-    if checkpoints_in(folder):
+    if _runs_own(folder, files=saving.files):
         raise UsageError(
             f"{folder} holds checkpoints, and this session has not looked at them",
             hint="Call restore() before the first save, or choose an empty folder.",

@@ -1,11 +1,11 @@
 """Crash-safe, verified checkpoints in a folder: save, restore, keep, delete.
 
 Invariants:
-1. What is named `step_N`, or `steps_N.pth`, is a whole checkpoint, or was one until something
-   outside damaged it: it gets that name by one rename, after everything in it is durable.
-2. `save` returns after the rename is durable, and not before; with `wait=False` it returns at the
-   cut, and `collect` or the next call returns after the rename, or raises why there is none.
-3. Nothing that has a committed name is ever written to again; it is renamed aside or to trash.
+1. A `step_N` or `steps_N.pth` that nothing hides is a whole checkpoint, or was one until something
+   outside damaged it: one rename or one unlink shows it, when all in it is durable (`commit.py`).
+2. `save` returns when that is durable, and not before; with `wait=False` it returns at the cut, and
+   `collect` or the next call when it is durable, or raises why it is not.
+3. Nothing committed is ever written to again; it is moved aside, or hidden and then removed.
 4. `latest` and `best` are for people; this module never reads them.
 5. Retention runs after the new checkpoint is durable, in the order of commits.
 """
@@ -177,7 +177,7 @@ class Store:
         self._join()
         self._ranks.meet("restore")
         self.open()
-        found = resume.look_together(self.folder, self._ranks)
+        found = resume.look_together(self.folder, self._ranks, files=self._saving.files)
         resume.check_choice(
             found,
             choice,
@@ -301,7 +301,7 @@ class Store:
         self._ranks.meet(what)
         self.open()
         if not self._ready_to_save:
-            first(self._ranks, "save: look", lambda: resume.require_none(self.folder))
+            first(self._ranks, "save: look", lambda: resume.require_none(self.folder, self._saving))
             self._make_ready_to_save()
 
     def _take(

@@ -25,13 +25,12 @@ from typing import Any
 from keepstep.store.disk import Disk
 from keepstep.store.layout import data_name, frozen_data_name
 from keepstep.store.manifest import FileEntry, Manifest, TensorEntry, digest_of
+from keepstep.store.methods import NO_LINKS, refuses_links
 from keepstep.store.shards import Part
 from keepstep.store.tensors import DTYPES, Snapshot, bytes_of, write_tensors
 
 FROZEN_BYTES_MIN = 1 << 20
 """Below this a file of its own costs more, by its sync, than its bytes do."""
-_NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS})
-_NO_LINK_NOW = frozenset({errno.EMLINK, errno.ENOENT})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +157,10 @@ class Unchanged:
         try:
             disk.link(frozen.path, path)
         except OSError as error:
-            if error.errno not in _NO_LINKS | _NO_LINK_NOW:
+            if error.errno != errno.ENOENT and not refuses_links(error):
                 raise
             # Where there are no links at all, this is told once: no file is set apart from now on.
-            self._links = error.errno not in _NO_LINKS
+            self._links = error.errno not in NO_LINKS
             tell("written_anew", name=frozen.file.name, why=str(error))
             return None
         # After the link and of the link: what is looked at is what the checkpoint will have.
