@@ -192,8 +192,8 @@ class Run:
             must_match=self.identity,
             environment=self.environment,
         )
-        text = f"commit by {self.disk.methods} · room for {room.fits:,} more checkpoints of"
-        text += f" {bytes_text(room.checkpoint_bytes)}"
+        text = f"commit by {self.disk.methods} · room for {room.fits:,} more checkpoint"
+        text += f"{'s' * (room.fits != 1)} of {bytes_text(room.checkpoint_bytes)}"
         if not room.reserved:
             text += " (quotas cannot be looked at here)"
         if self.config.checkpoint.keep_last_n == 0:

@@ -34,6 +34,8 @@ _BROKEN = (
     IndexError, KeyError, OverflowError,
 )  # fmt: skip
 
+_END = b"PK\x05\x06" + bytes(18)
+"""The last record of an archive, of which the signature and the empty comment are known."""
 _ALLOCATING = {"builtins.bytearray", "__builtin__.bytearray", "torch.Tensor"}
 
 
@@ -119,6 +121,10 @@ def fault_in(file: IO[bytes], *, whole: bool = True) -> str | None:
             heads = [record for record in records if record.filename.endswith("/data.pkl")]
             if not heads:
                 return "it is no checkpoint of torch.save: it has no data.pkl"
+            file.seek(-len(_END), 2)
+            end = file.read()
+            if (end[:4], end[-2:]) != (_END[:4], _END[-2:]):
+                return "bytes stand behind its end"
             if not whole:
                 # A CRC that does not match is raised.
                 archive.read(heads[0])
