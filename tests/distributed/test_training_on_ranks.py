@@ -124,6 +124,24 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(config, two_ranks, tmp_pat
     assert_same_as(tmp_path, two_ranks)
 
 
+def test_the_rank_that_holds_the_store_does_not_leave_before_the_other_has_heard(config, tmp_path):
+    """Its words would go with it, and the other would name it as lost, with another code."""
+    acts = [
+        {"when": "step", "step": 5, "do": "SIGSTOP", "rank": 1},
+        {"when": "step", "step": 5, "do": "raise", "rank": 0},
+    ]
+    words = (config, f"--checkpoint.dir={tmp_path}", "--distributed.lost_after=60s", ACT)
+    with World(2, *words, extra=hooks.acting(*acts)) as world:
+        first, other = world.ranks
+        first.wait_for("failed at step 5")
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.process.wait(3)
+        other.signal(signal.SIGCONT)
+        assert world.end() == [1, 1], world.output
+        assert "rank 0 on " in other.output
+        assert "the hook fails on purpose" in other.output
+
+
 @pytest.mark.parametrize(("operation", "rank"), [("create", "1"), ("write", "0"), ("sync", "1")])
 def test_a_write_that_fails_once_on_one_rank_is_tried_again_by_all(
     config, two_ranks, tmp_path, rank, operation
