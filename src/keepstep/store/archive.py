@@ -10,6 +10,7 @@ Guarantees:
 The only place that may call `torch.save` and `torch.load`.
 """
 
+import errno
 import struct
 import zipfile
 import zlib
@@ -33,6 +34,17 @@ _BROKEN = (
 )  # fmt: skip
 
 _ALLOCATING = {"builtins.bytearray", "__builtin__.bytearray", "torch.Tensor"}
+
+
+_WITHOUT_MEANS = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+def is_for_lack_of_means(error: Exception) -> bool:
+    """Tell whether an error says nothing of a file: there is no memory, or no descriptor, left."""
+    if isinstance(error, OSError):
+        return error.errno in _WITHOUT_MEANS
+    # Torch's allocator has no type of its own for it.
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
@@ -92,6 +104,8 @@ def fault_of(path: Path, *, from_disk: bool = False) -> str | None:
                 forget(file.fileno())
             return fault_in(file)
     except OSError as error:
+        if is_for_lack_of_means(error):
+            raise
         return str(error)
 
 
@@ -123,6 +137,8 @@ def fault_in(file: IO[bytes], *, whole: bool = True) -> str | None:
                 return None
             broken = archive.testzip()
     except _BROKEN as error:
+        if is_for_lack_of_means(error):
+            raise
         return f"it is no whole archive ({error})"
     return None if broken is None else f"the CRC of the record {broken} does not match"
 
@@ -145,6 +161,8 @@ def load_archive(
             " again, where you trust it.",
         ) from error
     except (*_BROKEN, TypeError, AttributeError) as error:
+        if is_for_lack_of_means(error):
+            raise
         raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
 
 

@@ -72,7 +72,7 @@ def rehearse(
     take: Callable[[], tuple[Facts, "Snapshot"]],
     *,
     folder: Path,
-    keep_last_n: int,
+    kept: int,
     newest: Manifest | None,
     files: bool,
     bytes_to_come: int,
@@ -93,16 +93,13 @@ def rehearse(
             if newest is None:
                 facts = replace(facts, step=0)
                 _save_read_delete(snapshot, facts, scratch, files=files, disk=disk, ranks=ranks)
-            found = first(ranks, "rehearsal: room", lambda: _look(folder, keep_last_n, newest))
-            size = _size_of(snapshot, ranks) + bytes_to_come - found.pop("linked_bytes")
-            size = max(size, _FILE_BYTES)
-            room = Room(folder=folder, checkpoint_bytes=size, **found)
-            if newest is None:
-                room.require(room.wanted, hint=_FEWER)
-            else:
-                hint = f"Make room, then run the same command to continue.\n{room_by_prune(folder)}"
-                room.require(1, hint=hint)
-            share = -(-size // ranks.size)
+            size = _size_of(snapshot, ranks) + bytes_to_come
+            found = first(ranks, "rehearsal: room", lambda: _look(folder, size, kept, newest))
+            room = Room(folder=folder, **found)
+            # A file is the first rank's alone.
+            share = room.checkpoint_bytes * (ranks.rank == 0)
+            if not files:
+                share = -(-room.checkpoint_bytes // ranks.size)
             path = scratch / f"rank-{ranks.rank}"
             reserved = together(ranks, "rehearsal: reserve", lambda: _reserve(path, share, disk))
             first(ranks, "rehearsal: end", lambda: disk.remove_tree(scratch))
@@ -128,6 +125,9 @@ def _save_read_delete(
     snapshot: "Snapshot", facts: Facts, scratch: Path, *, files: bool, disk: Disk, ranks: Ranks
 ) -> None:
     """Do with a small state all that is done with a checkpoint in its life."""
+    commit.require_alike(
+        [{"state": one} for one in ranks.gather(snapshot.digest(), what="rehearsal")]
+    )
     chosen: list[str] = first(ranks, "rehearsal: sample", lambda: _sample(snapshot))
     parts = {name: snapshot.parts[name] for name in chosen}
     save: Callable[..., object]
@@ -180,22 +180,32 @@ def _size_of(snapshot: "Snapshot", ranks: Ranks) -> int:
     return tensors + len(json.dumps(snapshot.plain)) + _FILE_BYTES * (ranks.size + 1)
 
 
-def _look(folder: Path, keep_last_n: int, newest: Manifest | None) -> dict[str, Any]:
-    """Return what is free, how many more are to be kept, and what the next takes from the newest.
+def _look(folder: Path, size: int, kept: int, newest: Manifest | None) -> dict[str, Any]:
+    """Return what a `Room` holds; CannotSave where it is too little.
 
-    The one that is being saved counts among those to be kept.
+    What the next one takes from the newest needs no room. The one that is being saved counts among
+    those to be kept.
     """
     facts, standing = os.statvfs(folder), len(checkpoints_in(folder))
     # Some have no size of their own, such as a tmpfs without a limit.
     free = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
-    wanted = max(1, keep_last_n + 1 - standing) if keep_last_n else 1
+    wanted = max(1, kept + 1 - standing) if kept else 1
     files = newest.files if newest is not None else ()
     linked = sum(file.size for file in files if is_frozen_data_name(file.name))
-    return {"free_bytes": free, "wanted": wanted, "linked_bytes": linked}
+    size = max(size - linked, _FILE_BYTES)
+    room = Room(folder=folder, checkpoint_bytes=size, free_bytes=free, wanted=wanted)
+    if newest is None:
+        room.require(wanted, hint=_FEWER)
+    else:
+        hint = f"Make room, then run the same command to continue.\n{room_by_prune(folder)}"
+        room.require(1, hint=hint)
+    return {"checkpoint_bytes": size, "free_bytes": free, "wanted": wanted}
 
 
 def _reserve(path: Path, count: int, disk: Disk) -> bool:
     """Reserve room in a new file of this rank's; return False where that cannot be asked for."""
+    if count == 0:
+        return True
     descriptor = disk.create(path)
     try:
         disk.allocate(descriptor, count, path)

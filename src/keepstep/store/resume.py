@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
-from keepstep.store.archive import fault_of
+from keepstep.store.archive import fault_of, is_for_lack_of_means
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
@@ -177,15 +177,25 @@ def _has(copy: Checkpoint, found: Sequence[Checkpoint]) -> bool:
 def _read_together(
     entry: Checkpoint, ranks: Ranks, read: Callable[[Path, Manifest], dict[str, Any]]
 ) -> tuple[dict[str, Any], str]:
-    """Return the state, or the fault that any rank found."""
+    """Return the state, or the fault that any rank found.
+
+    An error that says nothing of the bytes is raised on all: an older one is no way out of it.
+    """
     assert entry.manifest is not None, "only a checkpoint with a manifest is read"
-    state: dict[str, Any] = {}
-    fault = ""
-    try:
-        state = read(entry.path, entry.manifest)
-    except (CheckpointDamaged, OSError) as error:
-        fault = str(error)
-    return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
+    path, manifest, state = entry.path, entry.manifest, {}
+
+    def own() -> str:
+        try:
+            state.update(read(path, manifest))
+        except CheckpointDamaged as error:
+            return str(error)
+        except OSError as error:
+            if is_for_lack_of_means(error):
+                raise
+            return str(error)
+        return ""
+
+    return state, next(filter(None, together(ranks, "restore: read", own)), "")
 
 
 def _check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:

@@ -33,6 +33,14 @@ class Retention:
                     f"{item.name} is {getattr(self, item.name)}; it cannot be negative"
                 )
 
+    def at_most(self, *, has_best: bool) -> int:
+        """Return how many are kept of those that come every time, or 0 for all.
+
+        Milestones, pins, and those of hours, days and steps to be kept for ever come beside.
+        """
+        best = self.keep_best_n if has_best else 0
+        return self.keep_last_n + best if self.keep_last_n else 0
+
 
 def reasons_to_keep(
     manifests: Sequence[Manifest],

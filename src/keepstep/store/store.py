@@ -287,7 +287,7 @@ class Store:
         return rehearse(
             lambda: self._take(state, 0, facts),
             folder=self.folder,
-            keep_last_n=self.policy.keep_last_n,
+            kept=self.policy.at_most(has_best=self._line.best.metric is not None),
             newest=self._line.newest,
             files=self._saving.files,
             bytes_to_come=bytes_to_come,

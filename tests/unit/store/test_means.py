@@ -1,0 +1,41 @@
+"""A whole checkpoint that cannot be read for lack of memory or descriptors is no damaged one."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.store import Store, list_checkpoints
+from tests.helpers.child import in_a_child
+
+
+def used_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def without_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes() + (96 << 20), resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("layout", ["folders", "files"])
+def test_for_lack_of_memory_no_older_checkpoint_is_taken(tmp_path, layout):
+    with Store(tmp_path, layout=layout) as store:
+        for step, millions in ((1, 1), (2, 48)):
+            store.save({"w": torch.ones(millions << 20), "n": step}, step=step)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+
+    def work() -> None:
+        with Store(tmp_path, layout=layout) as store:
+            without_memory()
+            try:
+                store.restore()
+            except (MemoryError, RuntimeError, OSError) as error:
+                assert "allocate" in str(error) or isinstance(error, MemoryError), error
+            else:
+                raise AssertionError("there was enough memory")
+
+    assert os.waitstatus_to_exitcode(in_a_child(work)) == 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [1, 2]
