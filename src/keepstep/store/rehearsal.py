@@ -233,12 +233,11 @@ def _look(folder: Path, size: int, *, wanted: int, copies: int) -> Room:
     facts = os.statvfs(folder)
     # Some have no size of their own, such as a tmpfs without a limit.
     free = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
-    standing = {entry.manifest.sequence for entry in checkpoints_in(folder) if entry.manifest}
     return Room(
         folder=folder,
         checkpoint_bytes=size,
         free_bytes=free,
-        wanted=max(1, wanted - len(standing)),
+        wanted=max(1, wanted - len(checkpoints_in(folder))),
         copies=copies,
     )
 
