@@ -146,9 +146,15 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def fault_from(error: BaseException) -> str:
-    """Return what an error says of the file that was read; one that is a shortage is raised."""
-    if is_shortage(error):
-        raise error
+    """Return what an error says of the file that was read; a shortage that it came of is raised.
+
+    `zipfile` says of any refused read that the file is not one of its own.
+    """
+    came_of: BaseException | None = error
+    while came_of is not None:
+        if is_shortage(came_of):
+            raise came_of
+        came_of = came_of.__context__
     return str(error)
 
 

@@ -231,17 +231,10 @@ def test_torchrun_starts_and_resumes_two_ranks(config, two_ranks, tmp_path):
     assert_same_as(tmp_path, two_ranks)
 
 
-def test_torchrun_starts_lost_ranks_again_and_they_continue(config, two_ranks, tmp_path):
-    """The second attempt must not hear the verdict on the first, in the launcher's own store."""
-    act = hooks.acting({"when": "committed", "step": 6, "do": "SIGKILL", "rank": 1})
-    assert torchrun(config, tmp_path, ACT, restarts=1, **act) == 0
-    assert [event["step"] for event in events(tmp_path, "resumed")] == [6]
-    assert_same_as(tmp_path, two_ranks)
-
-
-def test_single_files_of_two_ranks_are_continued_bit_for_bit_after_three_kills(
+def test_torchrun_starts_lost_ranks_again_and_their_single_files_continue_three_times(
     config, two_ranks, tmp_path
 ):
+    """A later attempt must not hear the verdict on the first, in the launcher's own store."""
     kills = [
         {"when": "committed", "step": step, "do": "SIGKILL", "rank": rank}
         for step, rank in ((3, 1), (6, 0), (9, 1))

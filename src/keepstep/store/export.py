@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError, fault_from
+from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.store.archive import fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
@@ -208,8 +208,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
                 no_dist=True,
             )
     except (CheckpointException, RuntimeError, OSError, KeyError) as error:
-        text = fault_from(error)
-        raise CheckpointDamaged(f"{folder} cannot be read as a DCP folder: {text}") from error
+        raise CheckpointDamaged(f"{folder} cannot be read as a DCP folder: {error}") from error
     tree = _nested(state, index.planner_data)
     for name in index.state_dict_metadata:
         # What is no tensor is pickled there, and only named here.

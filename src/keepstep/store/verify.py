@@ -54,7 +54,7 @@ def verify(checkpoint: Checkpoint, *, from_disk: bool = False) -> list[Fault]:
         try:
             faults += faults_in(checkpoint.path, manifest, entry, from_disk=from_disk) or []
         except OSError as error:
-            faults.append(Fault(file=entry.name, tensor="", offset=0, message=fault_from(error)))
+            faults.append(Fault(file=entry.name, tensor="", offset=0, message=str(error)))
     return faults
 
 

@@ -135,7 +135,8 @@ def test_the_room_for_all_that_are_kept_and_one_more_is_asked_for(small_disk):
         assert store.rehearse(STATE).wanted == 2
         store.save(STATE, step=1)
         # One more fits, and goes before this one does.
-        assert store.rehearse(STATE).fits == 1
+        room = store.rehearse(STATE)
+        assert (room.fits, room.wanted) == (1, 1)
         (small_disk / "filler").write_bytes(b"x" * (1 << 20))
         with pytest.raises(CannotSave, match="no room for one more checkpoint: 1,"):
             store.rehearse(STATE)
@@ -238,8 +239,8 @@ def test_a_key_that_files_need_for_themselves_is_refused_before_the_first_step(t
 def test_the_moments_of_the_first_update_are_foreseen(tmp_path, name, frozen):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 3))
-    model[0].requires_grad_(not frozen)
     state = TrainingState(model=model, optimizer=build_optimizer(OptimizerConfig(name=name), model))
+    model[0].requires_grad_(not frozen)
     with Store(tmp_path) as store:
         store.restore()
         room = store.rehearse(state.capture(), bytes_to_come=state.optimizer.bytes_to_come())
