@@ -195,14 +195,17 @@ def _read_together(
     def read_here() -> str:
         try:
             state.update(read(entry.path, manifest))
-        except (CheckpointDamaged, OSError, MemoryError, RuntimeError) as error:
+        except CheckpointDamaged as error:
+            # Without its hint: what is done about it is what happens here.
+            return error.message
+        except (OSError, MemoryError, RuntimeError) as error:
             if is_shortage(error):
                 raise KeepstepError(
                     f"{entry.path} could not be read, which is no fault of it: {error!r}",
                     hint="No older one is taken for it. Make memory free, or raise the limit on"
                     " open files (`ulimit -n`), then run the same command.",
                 ) from error
-            if not isinstance(error, CheckpointDamaged | OSError):
+            if not isinstance(error, OSError):
                 raise
             return str(error)
         return ""
