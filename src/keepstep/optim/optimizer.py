@@ -72,7 +72,8 @@ class Optimizer:
     def bytes_to_come(self) -> int:
         """Return the size of the moments that the first update makes; a fresh optimizer has none.
 
-        AdamW keeps two of each parameter, SGD and Muon one where there is momentum.
+        Frozen parameters get none. AdamW keeps two of each other one, SGD and Muon one where there
+        is momentum.
         """
         return sum(
             (2 if isinstance(part, torch.optim.AdamW) else int(group["momentum"] != 0))
@@ -81,7 +82,7 @@ class Optimizer:
             for part in self._parts.values()
             for group in part.param_groups
             for parameter in group["params"]
-            if not part.state.get(parameter)
+            if parameter.requires_grad and not part.state.get(parameter)
         )
 
     def parameter_of(self, path: str) -> torch.Tensor | None:

@@ -196,12 +196,16 @@ class Run:
         text += f"{'s' * (room.fits != 1)} of {bytes_text(room.checkpoint_bytes)}"
         if not room.reserved:
             text += " (quotas cannot be looked at here)"
-        if self.config.checkpoint.keep_last_n == 0:
+        config = self.config.checkpoint
+        timed = [n for n in ("keep_every", "keep_hourly", "keep_daily") if getattr(config, n)]
+        if config.keep_last_n == 0:
             text += "; keep_last_n = 0 keeps all"
+        elif timed:
+            text += f"; not counted is what stays by {', '.join(timed)}"
         self.notice("rehearse", text)
         if room.fits < room.wanted:
-            wanted = f"{room.wanted:,} more are to be kept, and only {room.fits:,} fit: make room"
-            self.notice("store", f"{room.folder}: {wanted}")
+            wanted = f"up to {room.wanted:,} more will stand at once, and only {room.fits:,} fit"
+            self.notice("store", f"{room.folder}: {wanted}: make room")
 
     def _captured(self, state: TrainingState) -> dict[str, Any]:
         """Return what is saved: the state, and that of the hooks of the first rank."""

@@ -6,6 +6,7 @@ Guarantees:
 2. `fault_in` believes no size and unpacks nothing; torch itself never looks at the CRCs.
 3. `load_archive` runs no code of the file. What `weights_only` lets a file call with a size of
    the file's choice is refused before: it would allocate whatever the file asks for.
+4. Where memory or open files run short, that is the error, and no fault of a file.
 
 The only place that may call `torch.save` and `torch.load`.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import IO, Any, cast
 
-from keepstep.errors import CheckpointDamaged, UnsafeState
+from keepstep.errors import CheckpointDamaged, UnsafeState, fault_from
 from keepstep.store.direct import forget
 from keepstep.store.disk import Disk
 from keepstep.store.handles import NewFile
@@ -96,7 +97,7 @@ def fault_of(path: Path, *, from_disk: bool = False) -> str | None:
                 forget(file.fileno())
             return fault_in(file)
     except OSError as error:
-        return str(error)
+        return fault_from(error)
 
 
 def fault_in(file: IO[bytes], *, whole: bool = True) -> str | None:
@@ -131,7 +132,7 @@ def fault_in(file: IO[bytes], *, whole: bool = True) -> str | None:
                 return None
             broken = archive.testzip()
     except _BROKEN as error:
-        return f"it is no whole archive ({error})"
+        return f"it is no whole archive ({fault_from(error)})"
     return None if broken is None else f"the CRC of the record {broken} does not match"
 
 
@@ -153,7 +154,7 @@ def load_archive(
             " again, where you trust it.",
         ) from error
     except (*_BROKEN, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
+        raise CheckpointDamaged(f"{path} cannot be loaded: {fault_from(error)}") from error
 
 
 def _allocating(file: IO[bytes] | str) -> set[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState
+from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState, fault_from
 from keepstep.store.archive import fault_of
 from keepstep.store.file_read import FILES_REMEMBERED, read_facts
 from keepstep.store.layout import (
@@ -91,7 +91,7 @@ def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
     try:
         manifest, fault = read_manifest(path), ""
     except (CheckpointDamaged, OSError) as error:
-        manifest, fault = None, str(error)
+        manifest, fault = None, fault_from(error)
     return Checkpoint(path=path, step=step, manifest=manifest, fault=fault, aside=aside)
 
 
@@ -226,7 +226,7 @@ def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:
     except (CheckpointDamaged, UnsafeState) as error:
         fault = error.message
     except OSError as error:
-        fault = str(error)
+        fault = fault_from(error)
     step = -1 if step is None else step
     return Checkpoint(
         path=path, step=step, manifest=None, fault=fault, aside=aside, of_a_run=of_a_run

@@ -34,7 +34,7 @@ from keepstep.store.layout import (
     temporary_name,
 )
 from keepstep.store.manifest import FILE_METHOD, Facts, Manifest
-from keepstep.store.ranks import Ranks, first
+from keepstep.store.ranks import Ranks, first, together
 from keepstep.store.single_file import link_or_copy
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ def gather_whole(state: Mapping[str, Any], snapshot: "Snapshot", ranks: Ranks) -
     """Return the state with every sharded tensor whole on the first rank; nothing on the others.
 
     Called on all ranks: gathering a tensor is an exchange of its own. Raises on all where the ranks
-    do not hold the same names and plain values, or the first one has no room for the whole.
+    do not hold the same names and plain values, or one has no memory for what it gathers.
     """
     require_alike([{"state": one} for one in ranks.gather(snapshot.digest(), what="save: gather")])
+    together(ranks, "save: memory", lambda: _ask_for_memory(snapshot, ranks))
     is_first = ranks.rank == 0
     failed: list[Exception] = []
 
@@ -77,6 +78,25 @@ def gather_whole(state: Mapping[str, Any], snapshot: "Snapshot", ranks: Ranks) -
 
     first(ranks, "save: gathered", raise_failed)
     return found if is_first else {}
+
+
+def _ask_for_memory(snapshot: "Snapshot", ranks: Ranks) -> None:
+    """Allocate what the gathering takes, and let it go.
+
+    Whoever found too late that there is none would leave the others waiting in an exchange of
+    torch's own, which has no way to say so.
+    """
+    import torch
+
+    sharded = [part for part in snapshot.parts.values() if part.copies < ranks.size]
+    if sharded:
+        sizes = [part.bytes for part in sharded]
+        # What the ranks sent, and the tensor that is made of it.
+        places = [(2 * max(sizes), device) for device in {part.local.device for part in sharded}]
+        if ranks.rank == 0:
+            places.append((sum(sizes), torch.device("cpu")))
+        # All of it at once.
+        _ = [torch.empty(size, dtype=torch.uint8, device=on) for size, on in places]
 
 
 def commit_file(

@@ -35,10 +35,17 @@ FACTS_KEY = "keepstep"
 FILES_REMEMBERED = 1024
 
 
-def with_facts(state: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """Return what a file of that state holds; UnsafeState where the state has our key."""
+def check_keys(state: Mapping[str, Any]) -> None:
+    """Raise UnsafeState where a state has our key at its top."""
     if FACTS_KEY in state:
-        raise UnsafeState(f"the state has a key {FACTS_KEY!r}, where the facts of the save stand")
+        raise UnsafeState(
+            f"the state has a key {FACTS_KEY!r}, where one file holds the facts of the save",
+            hint="Give it another name, or save in folders.",
+        )
+
+
+def with_facts(state: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """Return what a file of that state holds."""
     return {**state, FACTS_KEY: json.loads(to_bytes(manifest))}
 
 

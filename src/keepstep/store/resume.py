@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
+from keepstep.errors import (
+    CheckpointDamaged,
+    KeepstepError,
+    NotFound,
+    OtherRun,
+    UsageError,
+    is_shortage,
+)
 from keepstep.store.archive import fault_of
 from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
 from keepstep.store.commit import set_aside
@@ -59,14 +66,14 @@ def look_together(folder: Path, ranks: Ranks, *, files: bool) -> list[Checkpoint
     names: list[str] = first(
         ranks, "restore: list", lambda: [entry.name for entry in _runs_own(folder, files=files)]
     )
-    found = [look_at(folder / name) for name in names]
-    seen = [
-        [entry.manifest.run_id, entry.manifest.sequence, entry.manifest.content_digest()]
-        if entry.manifest is not None
-        else None
-        for entry in found
-    ]
-    views = ranks.gather(seen, what="restore: compare")
+    found: list[Checkpoint] = []
+
+    def see() -> list[Any]:
+        found.extend(look_at(folder / name) for name in names)
+        manifests = [entry.manifest for entry in found]
+        return [m and [m.run_id, m.sequence, m.content_digest()] for m in manifests]
+
+    views = together(ranks, "restore: compare", see)
     for rank, view in enumerate(views):
         differing = [name for name, a, b in zip(names, views[0], view, strict=True) if a != b]
         if differing:
@@ -195,15 +202,33 @@ def _has(copy: Checkpoint, found: Sequence[Checkpoint]) -> bool:
 def _read_together(
     entry: Checkpoint, ranks: Ranks, read: Callable[[Path, Manifest], dict[str, Any]]
 ) -> tuple[dict[str, Any], str]:
-    """Return the state, or the fault that any rank found."""
-    assert entry.manifest is not None, "only a checkpoint with a manifest is read"
+    """Return the state, or the fault that any rank found; any other error is that of all ranks.
+
+    For lack of memory nothing is passed over: an older checkpoint would be taken for the newest.
+    """
+    manifest = entry.manifest
+    assert manifest is not None, "only a checkpoint with a manifest is read"
     state: dict[str, Any] = {}
-    fault = ""
-    try:
-        state = read(entry.path, entry.manifest)
-    except (CheckpointDamaged, OSError) as error:
-        fault = str(error)
-    return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
+
+    def read_here() -> str:
+        try:
+            state.update(read(entry.path, manifest))
+        except CheckpointDamaged as error:
+            # Without its hint: what is done about it is what happens here.
+            return error.message
+        except (OSError, MemoryError, RuntimeError) as error:
+            if is_shortage(error):
+                raise KeepstepError(
+                    f"{entry.path} could not be read, which is no fault of it: {error!r}",
+                    hint="No older one is taken for it. Make memory free, or raise the limit on"
+                    " open files (`ulimit -n`), then run the same command.",
+                ) from error
+            if not isinstance(error, OSError):
+                raise
+            return str(error)
+        return ""
+
+    return state, next(filter(None, together(ranks, "restore: read", read_here)), "")
 
 
 def _check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:

@@ -88,13 +88,14 @@ class Store:
         )
         if layout == "files" and commit_method == "manifest-last":
             raise UsageError("one file has no manifest beside it: manifest-last is for folders")
+        method = "file" if layout == "files" else commit_method
         self._disk = disk if disk is not None else Disk()
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._mesh = mesh if mesh is not None else {}
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
-        self._probe = partial(probe, self.folder, self._disk, commit_method, on_event)
+        self._probe = partial(probe, self.folder, self._disk, method, on_event)
         self._saving = Saving(
             retries=save_retries, verify_after_write=verify_after_write, files=layout == "files"
         )
@@ -287,9 +288,10 @@ class Store:
         return rehearse(
             lambda: self._take(state, 0, facts),
             folder=self.folder,
-            keep_last_n=self.policy.keep_last_n,
-            newest=self._line.newest,
+            policy=self.policy,
+            line=self._line,
             files=self._saving.files,
+            bytes_linked=self._make_writer().bytes_linked,
             bytes_to_come=bytes_to_come,
             disk=self._disk,
             ranks=self._ranks,
@@ -307,9 +309,7 @@ class Store:
     def _take(
         self, state: Mapping[str, Any], step: int, facts: GivenFacts
     ) -> tuple[Facts, "Snapshot"]:
-        from keepstep.store.tensors import take_apart
-
-        taken = take_apart(state, self._ranks)
+        taken = self._make_writer().take_apart(state)
         return self._line.facts(checked(step, facts), mesh=self._mesh), taken
 
     def _make_writer(self) -> "Writer":

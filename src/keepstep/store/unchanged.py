@@ -88,10 +88,9 @@ class Unchanged:
 
         ``go_on``: see `write_tensors`. ``tell``: hears `written_anew`.
         """
-        frozen, linked = None, self._frozen
         moved = self._moved(snapshot)
-        if linked is not None and not moved and self._suffices(snapshot, linked):
-            frozen = self._link(linked, staging, disk, tell)
+        linked = self._to_link(snapshot, moved)
+        frozen = None if linked is None else self._link(linked, staging, disk, tell)
         names = self._names_of(frozen) or self._to_freeze(snapshot, moved)
         if names and frozen is None:
             path = staging / self._names[0]
@@ -111,6 +110,11 @@ class Unchanged:
             files, entries = (*files, file), (*entries, *tensors)
         self._attempt = _Written(tensors=entries, frozen=frozen)
         return files, entries
+
+    def bytes_linked(self, snapshot: Snapshot) -> int:
+        """Return the size of the file that a save of this state would link; reads all of it."""
+        linked = self._to_link(snapshot, self._moved(snapshot))
+        return linked.file.size if linked is not None else 0
 
     def committed(self, folder: Path) -> None:
         """Follow what was written last, which now has the name `folder`."""
@@ -136,10 +140,11 @@ class Unchanged:
             if entry.name not in snapshot.written or not _holds(entry, snapshot.parts[entry.name])
         )
 
-    def _suffices(self, snapshot: Snapshot, frozen: _Frozen) -> bool:
-        """Tell whether what else did not change is no reason to write the file anew, with it."""
-        held = self._names_of(frozen)
-        return _bytes(snapshot, self._still - held) <= _bytes(snapshot, held)
+    def _to_link(self, snapshot: Snapshot, moved: frozenset[str]) -> _Frozen | None:
+        """Return the frozen file, unless it moved or what else did not change is reason enough."""
+        held = self._names_of(self._frozen)
+        enough = _bytes(snapshot, self._still - held) <= _bytes(snapshot, held)
+        return self._frozen if enough and not moved else None
 
     def _to_freeze(self, snapshot: Snapshot, moved: frozenset[str]) -> frozenset[str]:
         names = (self._still | self._names_of(self._frozen)) & snapshot.written - moved
