@@ -151,6 +151,9 @@ def choose(
             skipped.append(Skipped(name=entry.name, fault=fault))
         elif whole is None:
             state, fault = _read_together(entry, ranks, read)
+            if not fault and skipped and skipped[-1].name == entry.manifest.name:
+                instead = f"{skipped[-1].fault}; its copy {entry.name} is whole and takes its place"
+                skipped[-1] = Skipped(name=skipped[-1].name, fault=instead)
             if fault:
                 skipped.append(Skipped(name=entry.name, fault=fault))
             else:
@@ -183,7 +186,10 @@ def _read_together(
     fault = ""
     try:
         state = read(entry.path, entry.manifest)
-    except (CheckpointDamaged, OSError) as error:
+    except CheckpointDamaged as error:
+        # Without its hint: what is done about it is what happens here.
+        fault = error.message
+    except OSError as error:
         fault = str(error)
     return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
 
