@@ -176,6 +176,9 @@ def choose(
             skipped.append(Skipped(name=entry.name, fault=fault))
         elif whole is None:
             state, fault = _read_together(entry, ranks, read)
+            if not fault and skipped and skipped[-1].name == entry.manifest.name:
+                instead = f"{skipped[-1].fault}; its copy {entry.name} is whole and takes its place"
+                skipped[-1] = Skipped(name=skipped[-1].name, fault=instead)
             if fault:
                 skipped.append(Skipped(name=entry.name, fault=fault))
             else:
