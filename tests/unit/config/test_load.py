@@ -52,8 +52,8 @@ hidden_sizee = 3
         "c.toml:2: train.max_stpes: unknown key; did you mean `max_steps`?",
         "c.toml:3: train.global_batch: must be a whole number, not '16'",
         "c.toml:4: train.grad_clip: must be a finite number, not nan",
-        "c.toml:7: optimizer.name: must be 'adamw', 'sgd' or 'muon', not 'adam';"
-        " did you mean `adamw`?",
+        "c.toml:7: optimizer.name: must be 'adamw', 'sgd', 'muon', 'lion' or 'schedulefree_adamw',"
+        " not 'adam'; did you mean `adamw`?",
         "c.toml:8: optimizer.rate: must be greater than 0, not 0.0",
         "c.toml:10: chekpoint: unknown section; did you mean `checkpoint`?",
         "c.toml:14: model.hidden_sizee: the config of llama has no such key;"
