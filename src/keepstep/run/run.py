@@ -118,6 +118,7 @@ class Run:
             commit_method=config.commit_method,
             layout=config.layout,
             verify_after_write=config.verify_after_write,
+            bounded_memory=config.async_mode == "bounded",
             disk=self.disk,
             on_event=self._on_store_event,
         )

@@ -55,6 +55,7 @@ class Store:
     damaged, set_aside, written_anew, deleted, best_gone, housekeeping_failed, disk_refused,
     verified_on_disk, not_read_back.
     `verify_after_write`: a save is over when all of it was read back from the disk.
+    `bounded_memory`: with `wait=False` nothing is copied; the fence holds until all is durable.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Store:
         commit_method: Literal["auto"] | CommitMethod = "auto",
         layout: Literal["folders", "files"] = "folders",
         verify_after_write: bool = False,
+        bounded_memory: bool = False,
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -97,7 +99,10 @@ class Store:
         self._line = Line(metric=best_metric, mode=best_mode)
         self._probe = partial(probe, self.folder, self._disk, method, on_event)
         self._saving = Saving(
-            retries=save_retries, verify_after_write=verify_after_write, files=layout == "files"
+            retries=save_retries,
+            verify_after_write=verify_after_write,
+            files=layout == "files",
+            bounded_memory=bounded_memory,
         )
         self._on_event = on_event
         self._ready_to_save = False
@@ -178,22 +183,17 @@ class Store:
         self._join()
         self._ranks.meet("restore")
         self.open()
-        found = resume.look_together(self.folder, self._ranks, files=self._saving.files)
+        folder, ranks, files = self.folder, self._ranks, self._saving.files
+        found = resume.look_together(folder, ranks, files=files)
         resume.check_choice(
-            found,
-            choice,
-            self.folder,
-            files=self._saving.files,
-            must_match=must_match,
-            run_id=run_id,
-            ranks=self._ranks,
+            found, choice, folder, files=files, must_match=must_match, run_id=run_id, ranks=ranks
         )
         if not found:
             self._make_ready_to_save()
             return None
         step = choice if isinstance(choice, int) else None
-        whole = resume.choose(found, step=step, ranks=self._ranks, like=like)
-        entry, manifest, state, skipped = whole
+        chosen = resume.choose(found, step=step, ranks=ranks, like=like)
+        entry, manifest, state, skipped = chosen
         self._make_ready_to_save()
         set_aside = resume.take_up(
             found,
@@ -202,7 +202,7 @@ class Store:
             line=self._line,
             best_must_stand=self.policy.keep_best_n > 0,
             disk=self._disk,
-            ranks=self._ranks,
+            ranks=ranks,
             on_event=self._on_event,
         )
         self._make_writer().follow(manifest)
@@ -249,13 +249,12 @@ class Store:
 
         `state` is a tree of tensors and plain values; anything else is refused by name
         (UnsafeState). Saving again what is already committed changes nothing. Raises SaveFailed
-        after the retries; every older checkpoint is then as it was.
+        after the retries; every older checkpoint is then as it was. ``facts``: see `GivenFacts`.
 
-        ``wait=False`` returns None at once, and a thread writes. Large tensors are copied
-        meanwhile: nothing may change them before `fence` has returned, which `fence_before` sees
-        to. ``copy_now`` names those that change sooner, such as large buffers, or is True for
-        all. What became of the save is for `collect`; an error is raised there, or by the next
-        call. One save at a time: a second one waits for the first. ``facts``: see `GivenFacts`.
+        ``wait=False`` returns None at once, and a thread writes. Nothing may change large tensors
+        before `fence` has returned, which `fence_before` sees to. ``copy_now`` names those that
+        change sooner, such as large buffers, or is True for all. What became of the save is for
+        `collect`; an error is raised there, or by the next call. A second one waits for the first.
         """
         self._prepare(f"the save of step {step}")
         started, writer = time.monotonic(), self._make_writer()
@@ -336,7 +335,7 @@ class Store:
     def collect(self) -> Saved | None:
         """Wait for the save that was begun with `wait=False`; return it, once, or raise its error.
 
-        None where there is none. On several ranks all of them call it.
+        None where there is none. Called by all ranks.
         """
         return self._writer.collect() if self._writer is not None else None
 
