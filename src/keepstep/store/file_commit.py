@@ -219,6 +219,9 @@ def point_files(folder: Path, *, latest: int | None, best: int | None, disk: Dis
                 disk.unlink(path)
                 disk.sync_folder(folder)
         elif not is_copy(path, target):
+            if look_at(path).manifest == target.manifest and fault_of(target.path) is not None:
+                # The copy outlives what it is a copy of.
+                continue
             temporary = path.with_name(temporary_name(name))
             try:
                 link_or_copy(target.path, temporary, disk=disk)

@@ -281,6 +281,21 @@ def test_an_error_of_the_disk_is_no_refusal_of_a_link(tmp_path):
     assert any("Input/output" in error for _, error in heard)
 
 
+def test_a_whole_best_outlives_its_damaged_file_where_there_are_no_links(tmp_path):
+    disk = RefusingDisk(errno.EPERM)
+    with Store(tmp_path, layout="files", keep_last_n=0, best_metric="loss", disk=disk) as store:
+        for step in (1, 2):
+            state = {"step": step, "weight": torch.ones(1 << 14)}
+            store.save(state, step=step, metrics={"loss": float(step)})
+        file = tmp_path / "steps_1.pth"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        store.save({"step": 3}, step=3, metrics={"loss": 3.0})
+    assert load_checkpoint(tmp_path / "best.pth")["step"] == 1
+    assert not (tmp_path / "aside").exists()
+
+
 def test_a_signal_does_not_end_the_reservation_of_space(tmp_path, monkeypatch):
     """Some file systems give up what they have reserved when a signal comes, on older kernels."""
     real, interrupted = ctypes.CDLL(None, use_errno=True).fallocate64, []
