@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.store.archive import check_new, write_archive
 from keepstep.store.catalog import checkpoints_in, is_copy, look_at
-from keepstep.store.commit import require_alike, set_aside
+from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.file_read import sized, with_facts
 from keepstep.store.layout import BEST_FILE, LATEST_FILE, file_name, temporary_name
 from keepstep.store.manifest import FILE_METHOD, Facts, Manifest
-from keepstep.store.ranks import Ranks, first
+from keepstep.store.ranks import Ranks, first, require_alike
 from keepstep.store.single_file import link_or_copy
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ named with its fault; where something is there and nothing is whole, nothing is 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
 from keepstep.store.archive import fault_of
@@ -20,6 +21,9 @@ from keepstep.store.line import Line
 from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
 from keepstep.store.ranks import Ranks, first, together
+
+if TYPE_CHECKING:
+    from keepstep.store.remote_resume import Homecoming
 
 _NOTHING = "(nothing)"
 Like = Callable[[str, tuple[int, ...]], Any]
@@ -43,6 +47,48 @@ class Restored:
     state: dict[str, Any]
     skipped: tuple[Skipped, ...]
     set_aside: tuple[str, ...]
+
+
+Whole = tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]
+"""A checkpoint, its manifest, its verified state, and what was passed over for it."""
+
+
+def find(
+    folder: Path,
+    choice: Literal["newest", "fresh"] | int,
+    *,
+    files: bool,
+    must_match: Mapping[str, Any] | None,
+    run_id: str | None,
+    like: Like | None,
+    ranks: Ranks,
+    home: "Homecoming | None",
+    ready: Callable[[], None],
+) -> tuple[list[Checkpoint], Whole | None]:
+    """Return what a folder holds, and the one to continue from; None where nothing is there.
+
+    ``home``: fetches from the remote, if there is one. ``ready``: called when all is known to be
+    this run's. For the rest, and what it raises, see `Store.restore`.
+    """
+    step = choice if isinstance(choice, int) else None
+    check = partial(
+        check_choice,
+        choice=choice,
+        folder=folder,
+        files=files,
+        must_match=must_match,
+        run_id=run_id,
+    )
+    pick = partial(choose, step=step, ranks=ranks, like=like)
+    found = look_together(folder, ranks)
+    if home is not None:
+        home.check(found, check)
+        ready()
+        return home.choose(found, pick, step=step)
+    check(found, ranks=ranks)
+    whole = pick(found) if found else None
+    ready()
+    return found, whole
 
 
 def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
@@ -74,20 +120,36 @@ def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
     return found
 
 
-def require_none(folder: Path) -> None:
+def _everywhere(folder: Path, home: "Homecoming | None") -> list[Checkpoint]:
+    return checkpoints_in(folder) + (home.look() if home is not None else [])
+
+
+def newest_known(folder: Path, home: "Homecoming | None") -> Manifest | None:
+    """Return the newest manifest of folder and remote, as this rank sees them, whole or not."""
+    known = [entry.manifest for entry in _everywhere(folder, home) if entry.manifest is not None]
+    return max(known, key=lambda manifest: manifest.sequence, default=None)
+
+
+def next_sequence(folder: Path) -> int:
+    """Return a number that no checkpoint in the folder ever had, also in `aside/`."""
+    found = checkpoints_in(folder, aside=True)
+    return 1 + max((entry.manifest.sequence for entry in found if entry.manifest), default=0)
+
+
+def require_none(folder: Path, home: "Homecoming | None") -> None:
     """Raise UsageError where a session would save beside checkpoints that it never looked at."""
-    if checkpoints_in(folder):
+    if _everywhere(folder, home):
         raise UsageError(
-            f"{folder} holds checkpoints, and this session has not looked at them",
+            f"{folder}, or its remote, holds checkpoints, and this session has not looked at them",
             hint="Call restore() before the first save, or choose an empty folder.",
         )
 
 
 def check_choice(
     found: Sequence[Checkpoint],
+    *,
     choice: Literal["newest", "fresh"] | int,
     folder: Path,
-    *,
     files: bool,
     must_match: Mapping[str, Any] | None,
     run_id: str | None,
@@ -119,7 +181,7 @@ def choose(
     step: int | None,
     ranks: Ranks,
     like: Like | None,
-) -> tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]:
+) -> Whole:
     """Return the newest whole checkpoint, or that of `step`: itself, manifest, verified state.
 
     Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
@@ -237,16 +299,16 @@ def _check_identity(
 
 def take_up(
     found: Sequence[Checkpoint],
-    chosen: Checkpoint,
-    manifest: Manifest,
+    whole: Whole,
     *,
     line: Line,
     best_must_stand: bool,
     disk: Disk,
     ranks: Ranks,
     on_event: Callable[..., None],
-) -> list[str]:
-    """Make `line` the one that follows a checkpoint; return the names of what was set aside."""
+) -> Restored:
+    """Make `line` follow the chosen checkpoint, and set aside what does not lead to it."""
+    chosen, manifest, state, skipped = whole
     line.run_id, line.newest = manifest.run_id, manifest
     faults: dict[str, str] = first(
         ranks,
@@ -259,7 +321,13 @@ def take_up(
         at_fault = [e.name for e in found if e.step == gone.step or e.name == BEST_FILE]
         fault = next(filter(None, (faults.get(name) for name in at_fault)), "")
         on_event("best_gone", gone=gone, fault=fault, instead=line.best.best)
-    return list(faults)
+    return Restored(
+        path=chosen.path.with_name(manifest.name),
+        manifest=manifest,
+        state=state,
+        skipped=skipped,
+        set_aside=tuple(faults),
+    )
 
 
 def _set_aside_others(

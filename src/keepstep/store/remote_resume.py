@@ -1,0 +1,198 @@
+"""What a session takes home from an object store before it continues, and brings there after.
+
+Guarantees: the newest whole checkpoint of folder and remote is the one to continue from; what is
+fetched is verified byte by byte before the commit that makes it visible; the best comes along.
+What is damaged there is passed over by name, and set aside, never deleted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from keepstep.errors import CheckpointDamaged, KeepstepError, way_out
+from keepstep.store import commit
+from keepstep.store.catalog import Checkpoint, look_at
+from keepstep.store.disk import Disk
+from keepstep.store.layout import MANIFEST_NAME, remote_name, step_name
+from keepstep.store.line import Line
+from keepstep.store.manifest import Best, FileEntry, Manifest, digest_of
+from keepstep.store.ranks import OneRank, Ranks, first
+from keepstep.store.remote_commit import Remote, Tell
+from keepstep.store.resume import Whole, look_together
+from keepstep.store.verify import faults_in
+
+_PART_BYTES = 64 << 20
+"""What is held in memory of an object while it is fetched."""
+
+
+class Homecoming:
+    """Fetches from `remote` into `folder`; the methods are called by all ranks."""
+
+    def __init__(
+        self, remote: Remote, folder: Path, *, disk: Disk, ranks: Ranks, tell: Tell
+    ) -> None:
+        self.remote = self._remote = remote
+        self._folder = folder
+        self._disk = disk
+        self._ranks = ranks
+        self._tell = tell
+        self._tried: set[str] = set()
+        self._faulty: dict[str, str] = {}
+
+    def begin(self, line: Line) -> None:
+        """Take the prefix for this session; the line's numbers are higher than any there.
+
+        From here on manifests name the remote beside the method of the commit.
+        """
+        protocol = self._remote.objects.protocol
+        self._disk.methods = replace(self._disk.methods, remote=protocol)
+        last: int = first(self._ranks, "remote: begin", lambda: self._remote.begin(self._tell))
+        line.next_sequence = max(line.next_sequence, last + 1)
+
+    def look(self) -> list[Checkpoint]:
+        """Return what stands there now; no exchange of ranks."""
+        return self._remote.look(self._tell)
+
+    def check(self, found: Sequence[Checkpoint], check: Callable[..., None]) -> None:
+        """Have what stands there and here looked at as that of one folder: `check_choice`."""
+
+        def look() -> None:
+            check([*found, *self.look()], ranks=OneRank())
+
+        first(self._ranks, "restore: remote", look)
+
+    def choose(
+        self,
+        found: list[Checkpoint],
+        pick: Callable[[list[Checkpoint]], Whole],
+        *,
+        step: int | None,
+    ) -> tuple[list[Checkpoint], Whole | None]:
+        """Return what stands here, and the newest whole one of both; None where nothing is.
+
+        ``pick``: finds it in a folder. ``step``: only of that step.
+        """
+        self._tried.clear()
+        here = [e.manifest for e in found if e.manifest and step in (None, e.manifest.step)]
+        if self._fetch_newer(max((m.sequence for m in here), default=0), step=step):
+            found = look_together(self._folder, self._ranks)
+        while found:
+            try:
+                whole = pick(found)
+            except CheckpointDamaged:
+                if not self._fetch_newer(0, step=step):
+                    raise
+            else:
+                skipped = whole[3]
+                if not skipped or not self._fetch_newer(whole[1].sequence, step=step):
+                    return self._with_best(found, whole[1].best), whole
+            found = look_together(self._folder, self._ranks)
+        first(self._ranks, "remote: nothing", self._require_nothing)
+        return found, None
+
+    def follow(self, chosen: Manifest, best: Best | None) -> None:
+        """Set aside there what does not lead to the chosen one, and put it, and the best, there."""
+        first(self._ranks, "remote: set aside", lambda: self._set_aside_others(chosen))
+        for step in dict.fromkeys([chosen.step, *([best.step] if best is not None else [])]):
+            self._remote.put(self._folder, step, ranks=self._ranks, tell=self._tell)
+
+    def _fetch_newer(self, than: int, *, step: int | None) -> bool:
+        """Fetch the newest whole one whose number is higher; tell whether there was one."""
+
+        def wanted(manifest: Manifest) -> bool:
+            return manifest.sequence > than and step in (None, manifest.step)
+
+        return self._fetch_first(wanted) is not None
+
+    def _with_best(self, found: list[Checkpoint], best: Best | None) -> list[Checkpoint]:
+        """Return what was found, and the best with it if it had to be fetched and could be."""
+        here = {entry.manifest.sequence for entry in found if entry.manifest is not None}
+        if best is None or best.sequence in here:
+            return found
+        name = self._fetch_first(lambda manifest: manifest.sequence == best.sequence)
+        return found if name is None else [*found, look_at(self._folder / name)]
+
+    def _require_nothing(self) -> None:
+        """Raise where something is there, and nothing of it could be fetched."""
+        if self._remote.entries:
+            faults = "\n".join(
+                f"  {entry.name}: {self._faulty.get(entry.name, entry.fault)}"
+                for entry in self._remote.entries
+            )
+            raise CheckpointDamaged(
+                f"no checkpoint in {self._remote.objects.shown} can be continued from:\n{faults}",
+                hint="Nothing was changed. Mend or restore one, or choose another prefix.",
+            )
+
+    def _fetch_first(self, wanted: Callable[[Manifest], bool]) -> str | None:
+        def fetch() -> str | None:
+            for entry in reversed(self._remote.entries):
+                manifest = entry.manifest
+                if manifest is None or not wanted(manifest) or entry.name in self._tried:
+                    continue
+                self._tried.add(entry.name)
+                try:
+                    self._fetch(entry.name, manifest)
+                except CheckpointDamaged as error:
+                    self._faulty[entry.name] = error.message
+                    name = self._remote.shown(entry.name)
+                    self._tell("passed_over", name=name, fault=error.message)
+                else:
+                    self._tell("fetched", name=self._remote.shown(entry.name))
+                    return step_name(manifest.step)
+            return None
+
+        name: str | None = first(self._ranks, "remote: fetch", fetch)
+        return name
+
+    def _fetch(self, name: str, manifest: Manifest) -> None:
+        """Commit one in the folder, as a save does. What has its name there is set aside."""
+        final = self._folder / step_name(manifest.step)
+        try:
+            if final.exists():
+                new_name = commit.set_aside(final, disk=self._disk)
+                self._tell("set_aside", name=final.name, new_name=new_name)
+            staging = self._folder / commit.begin(self._folder, manifest, self._disk)
+            try:
+                for file in manifest.files:
+                    self._fetch_file(name, file, manifest, staging)
+                self._disk.sync_folder(staging)
+                text, _ = self._remote.read_manifest(name, self._tell)
+                self._disk.replace_file(staging / MANIFEST_NAME, text)
+                commit.appear(staging, final, self._disk)
+            except BaseException as error:
+                commit.abandon(staging, self._disk, because=error)
+                raise
+        except OSError as error:
+            then = "run the same command again"
+            raise KeepstepError(
+                f"{self._remote.shown(name)} could not be fetched into {self._folder}: {error}",
+                hint=way_out(error, then=then) or f"Mend the disk, then {then}.",
+            ) from error
+
+    def _fetch_file(self, name: str, file: FileEntry, manifest: Manifest, staging: Path) -> None:
+        chunks = self._parts(f"{name}/{file.name}", file.size)
+        self._disk.write_new_file(staging / file.name, chunks, size=file.size)
+        for fault in faults_in(staging, manifest, file, from_disk=False) or []:
+            raise CheckpointDamaged(f"{file.name}: {fault.message}")
+
+    def _parts(self, key: str, size: int) -> Iterator[bytes]:
+        for start in range(0, size, _PART_BYTES):
+            end = min(start + _PART_BYTES, size)
+
+            def read(start: int = start, end: int = end) -> bytes:
+                return self._remote.objects.read(key, start=start, end=end)
+
+            yield self._remote.again("fetch", read, tell=self._tell)
+
+    def _set_aside_others(self, chosen: Manifest) -> None:
+        text = (self._folder / chosen.name / MANIFEST_NAME).read_bytes()
+        own = remote_name(chosen.step, chosen.sequence, digest_of(text))
+        for entry in list(self._remote.entries):
+            damaged = entry.manifest is None or entry.name in self._faulty
+            leads = entry.name == own or (
+                entry.manifest is not None and entry.manifest.sequence < chosen.sequence
+            )
+            # A damaged one of the chosen's own name is put anew.
+            if damaged or not leads:
+                self._remote.set_aside(entry.name, self._tell)
