@@ -1,4 +1,4 @@
-"""A real server that speaks S3, in a process of its own, and a gate before it that can misbehave."""
+"""A real server that speaks S3, in a process of its own, behind a gate that can misbehave."""
 
 import http.client
 import os
@@ -76,7 +76,9 @@ class Gate:
                     return
                 body = self.rfile.read(count)
                 if isinstance(wanted, int):
-                    text = f"<Error><Code>{ERRORS[wanted]}</Code><Message>so be it</Message></Error>"
+                    text = (
+                        f"<Error><Code>{ERRORS[wanted]}</Code><Message>so be it</Message></Error>"
+                    )
                     self.answer(wanted, [], text.encode())
                     return
                 onward = http.client.HTTPConnection("127.0.0.1", port, timeout=20)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged, KeepstepError, way_out
+from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, way_out
 from keepstep.store import commit
 from keepstep.store.catalog import Checkpoint, look_at
 from keepstep.store.disk import Disk
@@ -87,7 +87,7 @@ class Homecoming:
                 if not skipped or not self._fetch_newer(whole[1].sequence, step=step):
                     return self._with_best(found, whole[1].best), whole
             found = look_together(self._folder, self._ranks)
-        first(self._ranks, "remote: nothing", self._require_nothing)
+        first(self._ranks, "remote: nothing", lambda: self._require_nothing(step))
         return found, None
 
     def follow(self, chosen: Manifest, best: Best | None) -> None:
@@ -112,17 +112,18 @@ class Homecoming:
         name = self._fetch_first(lambda manifest: manifest.sequence == best.sequence)
         return found if name is None else [*found, look_at(self._folder / name)]
 
-    def _require_nothing(self) -> None:
+    def _require_nothing(self, step: int | None) -> None:
         """Raise where something is there, and nothing of it could be fetched."""
-        if self._remote.entries:
-            faults = "\n".join(
-                f"  {entry.name}: {self._faulty.get(entry.name, entry.fault)}"
-                for entry in self._remote.entries
-            )
+        place = self._remote.objects.shown
+        wanted = [entry for entry in self._remote.entries if step in (None, entry.step)]
+        faults = [f"  {e.name}: {self._faulty.get(e.name, e.fault)}" for e in wanted]
+        if faults:
             raise CheckpointDamaged(
-                f"no checkpoint in {self._remote.objects.shown} can be continued from:\n{faults}",
+                f"no checkpoint in {place} can be continued from:\n" + "\n".join(faults),
                 hint="Nothing was changed. Mend or restore one, or choose another prefix.",
             )
+        if step is not None:
+            raise NotFound(f"neither {self._folder} nor {place} holds a checkpoint of step {step}")
 
     def _fetch_first(self, wanted: Callable[[Manifest], bool]) -> str | None:
         def fetch() -> str | None:

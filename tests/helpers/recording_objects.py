@@ -1,0 +1,42 @@
+"""Real objects of fsspec, recorded, failed, or the death of the process at a request."""
+
+import errno
+import os
+import re
+import signal
+from typing import Any
+
+from keepstep.store.remote import ObjectStore
+
+
+class RecordingObjects(ObjectStore):
+    """Does everything for real; `log` holds (request, key) in order, digests as ID."""
+
+    def __init__(self, url: str, **more: Any) -> None:
+        super().__init__(url, **more)
+        self.log: list[tuple[str, str]] = []
+
+    def operation(self, name: str, key: str) -> None:
+        self.log.append((name, re.sub("-[0-9a-f]{16}", "-ID", key)))
+
+
+class FailingObjects(ObjectStore):
+    """Fails at the n-th request (from 1), once; `count` goes on."""
+
+    def __init__(self, url: str, at: int, **more: Any) -> None:
+        super().__init__(url, **more)
+        self.at, self.count = at, 0
+
+    def operation(self, name: str, key: str) -> None:
+        self.count += 1
+        if self.count == self.at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), key)
+
+
+class DyingObjects(FailingObjects):
+    """Kills its process before the n-th request."""
+
+    def operation(self, name: str, key: str) -> None:
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,351 @@
+"""The second home of checkpoints, in the memory and the local file system of fsspec."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from keepstep.errors import (
+    CheckpointDamaged,
+    KeepstepError,
+    Locked,
+    NotFound,
+    OtherRun,
+    SaveFailed,
+    UsageError,
+)
+from keepstep.store import Store, list_checkpoints, verify
+from keepstep.store.disk import Disk
+from keepstep.store.pins import pin
+from keepstep.store.remote import ObjectStore
+from tests.helpers.recording_objects import FailingObjects, RecordingObjects
+
+numbers = itertools.count()
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path) -> str:
+    if request.param == "memory":
+        return f"memory://bucket/{next(numbers)}"
+    return f"file://{tmp_path}/objects"
+
+
+@pytest.fixture
+def memory() -> str:
+    return f"memory://bucket/{next(numbers)}"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((64,), float(step)), "step": step}
+
+
+def save(store: Store, *steps: int) -> None:
+    """Save steps; the second one measures best."""
+    for step in steps:
+        store.save(state_of(step), step=step, metrics={"loss": abs(step - 2.0)})
+
+
+def open_store(folder: Path, remote: str | ObjectStore, **more: Any) -> Store:
+    return Store(folder, remote=remote, best_metric="loss", **more)
+
+
+def objects(url: str) -> dict[str, bytes]:
+    """Every object below a URL, by its key."""
+    files, root = fsspec.core.url_to_fs(url)
+    return {name[len(root) + 1 :]: files.cat_file(name) for name in files.find(root)}
+
+
+def names(url: str, file: str = "manifest.json") -> list[str]:
+    """The steps that stand there, in the order of their numbers."""
+    found = [key.split("-") for key in objects(url) if key.endswith(f"/{file}")]
+    return [step for step, _ in sorted(((p[0], int(p[1])) for p in found), key=lambda p: p[1])]
+
+
+def flip(url: str, start: str, file: str) -> None:
+    """Change the last byte of an object of the checkpoint whose name starts so."""
+    files, root = fsspec.core.url_to_fs(url)
+    [name] = [n for n in files.find(root) if f"/{start}-" in n and n.endswith(f"/{file}")]
+    data = bytearray(files.cat_file(name))
+    data[-1] ^= 1
+    files.pipe_file(name, bytes(data))
+
+
+class Ear(list):
+    """Hears a store: the events with their texts."""
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        self.append((event, facts))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in self if name == event]
+
+
+def test_a_save_makes_these_requests_in_this_order_and_no_others(tmp_path, url):
+    there = RecordingObjects(url)
+    with open_store(tmp_path / "run", there, keep_last_n=1, keep_best_n=0) as store:
+        store.restore()
+        save(store, 1)
+        there.log.clear()
+        save(store, 2)
+    assert there.log == [
+        ("put_file", "step_2-2-ID/rank-00000.safetensors"),
+        ("read", "session.json"),
+        ("put", "step_2-2-ID/manifest.json"),
+        ("read", "session.json"),
+        ("list", ""),
+        ("delete", "step_1-1-ID/manifest.json"),
+        ("delete", "step_1-1-ID/rank-00000.safetensors"),
+    ]
+
+
+def test_a_new_machine_goes_on_from_the_newest_and_has_the_best(tmp_path, url):
+    ear = Ear()
+    with open_store(tmp_path / "old", url) as store:
+        assert store.restore() is None
+        save(store, 1, 2, 3, 4, 5)
+        run_id = store.run_id
+    assert names(url) == ["step_2", "step_4", "step_5"]
+    with open_store(tmp_path / "new", url, on_event=ear) as store:
+        found = store.restore()
+        assert found.manifest.step == 5
+        assert torch.equal(found.state["weight"], state_of(5)["weight"])
+        protocol = url.partition(":")[0]
+        assert found.manifest.commit_method == f"rename; remote {protocol}: manifest last"
+        assert store.best.step == 2
+        assert store.run_id == run_id
+        assert (tmp_path / "new/best").readlink().name == "step_2"
+        save(store, 6)
+        assert store.newest.sequence == 6
+    assert [verify(entry) for entry in list_checkpoints(tmp_path / "new")] == [[], [], []]
+    assert [facts["name"].rpartition("/")[2].split("-")[0] for facts in ear.of("fetched")] == [
+        "step_5",
+        "step_2",
+    ]
+    assert names(url) == ["step_2", "step_5", "step_6"]
+
+
+def test_what_is_damaged_there_is_passed_over_by_name_and_stays(tmp_path, url):
+    with open_store(tmp_path / "old", url, keep_last_n=0) as store:
+        store.restore()
+        save(store, 1, 2, 3, 4)
+    flip(url, "step_4", "rank-00000.safetensors")
+    flip(url, "step_3", "manifest.json")
+    ear = Ear()
+    with open_store(tmp_path / "new", url, keep_last_n=0, on_event=ear) as store:
+        assert store.restore().manifest.step == 2
+        save(store, 5)
+        assert store.newest.sequence == 5
+    faults = {
+        facts["name"].rpartition("/")[2][:6]: facts["fault"] for facts in ear.of("passed_over")
+    }
+    assert "does not match its own digest" in faults["step_3"]
+    assert "rank-00000.safetensors: bytes" in faults["step_4"]
+    assert names(url) == ["step_1", "step_2", "step_5"]
+    assert names(url, "aside.json") == ["step_3", "step_4"]
+    assert not list((tmp_path / "new").glob(".staging*"))
+
+
+def test_where_nothing_there_is_whole_nothing_is_begun(tmp_path, url):
+    with open_store(tmp_path / "old", url) as store:
+        store.restore()
+        save(store, 1)
+    flip(url, "step_1", "rank-00000.safetensors")
+    with (
+        open_store(tmp_path / "new", url) as store,
+        pytest.raises(CheckpointDamaged, match=r"rank-00000\.safetensors: bytes"),
+    ):
+        store.restore()
+    assert names(url) == ["step_1"]
+
+
+def test_what_is_damaged_here_comes_back_from_there(tmp_path, url):
+    with open_store(tmp_path / "run", url) as store:
+        store.restore()
+        save(store, 1, 2, 3)
+    for step in (2, 3):
+        path = tmp_path / f"run/step_{step}/rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with open_store(tmp_path / "run", url) as store:
+        found = store.restore()
+        assert found.manifest.step == 3
+        assert found.skipped == ()
+        assert verify(list_checkpoints(tmp_path / "run")[-1]) == []
+    assert (tmp_path / "run/aside/step_3").is_dir()
+
+
+def test_what_was_not_put_there_is_put_first_by_the_next_session(tmp_path, memory):
+    with open_store(tmp_path / "run", memory, save_retries=0) as store:
+        store.restore()
+        save(store, 1)
+    # The first request of a save after the five of the start: nothing of step 2 gets there.
+    late = FailingObjects(memory, at=8)
+    with (
+        open_store(tmp_path / "run", late, save_retries=0) as store,
+        pytest.raises(SaveFailed, match=r"step 2 is committed in its folder.*memory://") as caught,
+    ):
+        store.restore()
+        late.count = 7
+        save(store, 2)
+    assert "look at its address" in caught.value.hint.lower()
+    assert names(memory) == ["step_1"]
+    assert verify(list_checkpoints(tmp_path / "run")[-1]) == []
+    with open_store(tmp_path / "run", memory) as store:
+        assert store.restore().manifest.step == 2
+        assert names(memory) == ["step_1", "step_2"]
+
+
+def test_another_runs_objects_are_refused_and_stay(tmp_path, url):
+    with open_store(tmp_path / "one", url) as store:
+        store.restore(must_match={"width": 4})
+        store.save(state_of(1), step=1, must_match={"width": 4})
+    with Store(tmp_path / "two") as store:
+        store.restore()
+        save(store, 7)
+    before = objects(url)
+    with open_store(tmp_path / "two", url) as store, pytest.raises(OtherRun, match="another run"):
+        store.restore()
+    with open_store(tmp_path / "new", url) as store, pytest.raises(OtherRun, match="width"):
+        store.restore(must_match={"width": 8})
+    with open_store(tmp_path / "new", url) as store, pytest.raises(OtherRun, match="this is run x"):
+        store.restore(run_id="x")
+    with open_store(tmp_path / "new", url) as store, pytest.raises(UsageError, match="fresh"):
+        store.restore("fresh")
+    with open_store(tmp_path / "new", url) as store, pytest.raises(UsageError, match="not looked"):
+        save(store, 1)
+    with open_store(tmp_path / "new", url) as store, pytest.raises(NotFound, match="step 3"):
+        store.restore(3)
+    changed = {key for key, data in objects(url).items() if before[key] != data}
+    # The last one is this run's own session: it took the prefix, and found no step 3.
+    assert changed <= {"session.json"}
+
+
+def test_retention_there_is_that_of_the_run_and_a_pin_holds_there_too(tmp_path, url):
+    with open_store(tmp_path / "run", url, keep_last_n=1, keep_every=4) as store:
+        store.restore()
+        save(store, 1, 2, 3)
+        pin(tmp_path / "run", list_checkpoints(tmp_path / "run")[-1], disk=Disk())
+        save(store, 4, 5, 6)
+    assert names(url) == ["step_2", "step_3", "step_4", "step_6"]
+
+
+def test_what_a_dead_session_left_is_swept_and_names_of_others_stay(tmp_path, url):
+    with open_store(tmp_path / "run", url) as store:
+        store.restore()
+        save(store, 1)
+    files, root = fsspec.core.url_to_fs(url, auto_mkdir=True)
+    mine = f"step_2-2-{'0' * 16}/rank-00000.safetensors"
+    others = ["step_9/rank-00000.safetensors", "notes/step_2-2.txt", f"step_2-2-{'0' * 15}/file"]
+    for key in (mine, *others):
+        files.pipe_file(f"{root}/{key}", b"some bytes")
+    ear = Ear()
+    with open_store(tmp_path / "run", url, on_event=ear) as store:
+        store.restore()
+        save(store, 3)
+        # No number that any name there shows is given again.
+        assert store.newest.sequence == 3
+    left = set(objects(url))
+    assert mine not in left
+    assert set(others) <= left
+    assert [facts["name"] for facts in ear.of("swept")] == [f"{url}/{mine.partition('/')[0]}"]
+
+
+def test_a_session_that_was_overtaken_commits_nothing_there_and_says_who_did(tmp_path, memory):
+    with open_store(tmp_path / "one", memory) as one:
+        one.restore()
+        save(one, 1)
+        with open_store(tmp_path / "two", memory) as two:
+            assert two.restore().manifest.step == 1
+            with pytest.raises(Locked, match=f"a later session: process {os.getpid()} on"):
+                save(one, 2)
+            assert names(memory) == ["step_1"]
+            save(two, 3)
+    assert verify(list_checkpoints(tmp_path / "one")[-1]) == []
+    assert names(memory) == ["step_1", "step_3"]
+
+
+def test_a_session_that_is_overtaken_at_its_manifest_does_not_say_that_it_saved(tmp_path, memory):
+    """Where it has put the manifest, only a later session can tell whether that counts."""
+
+    class Overtaken(ObjectStore):
+        def operation(self, name: str, key: str) -> None:
+            if name == "put" and key.startswith("step_2-"):
+                ObjectStore(memory).put("session.json", json.dumps({"token": "another"}).encode())
+
+    with open_store(tmp_path / "one", Overtaken(memory)) as store:
+        store.restore()
+        save(store, 1)
+        with pytest.raises(Locked):
+            save(store, 2)
+
+
+def test_the_way_back_holds_there_too(tmp_path, url):
+    with open_store(tmp_path / "one", url, keep_last_n=0) as store:
+        store.restore()
+        save(store, 1, 2, 3, 4)
+    with open_store(tmp_path / "two", url, keep_last_n=0) as store:
+        assert store.restore(2).manifest.step == 2
+        save(store, 3)
+        assert store.newest.sequence == 5
+    assert names(url, "aside.json") == ["step_3", "step_4"]
+    with open_store(tmp_path / "three", url, keep_last_n=0) as store:
+        found = store.restore()
+        assert (found.manifest.step, found.manifest.sequence, found.manifest.parent) == (3, 5, 2)
+
+
+def test_an_error_at_every_request_is_told_or_survived_and_loses_nothing(tmp_path, memory):
+    for number in itertools.count(1):
+        run, remote = tmp_path / str(number), f"{memory}-{number}"
+        failing, told = FailingObjects(remote, number), 0
+        try:
+            with open_store(run, failing, keep_last_n=1, save_retries=0) as store:
+                store.restore()
+                for step in (1, 2, 3):
+                    save(store, step)
+                    told = step
+        except KeepstepError as error:
+            assert "memory://" in str(error)
+        with open_store(tmp_path / f"{number}-new", remote, keep_last_n=1) as store:
+            found = store.restore()
+            assert (found.manifest.step if found else 0) >= told
+        if failing.count < number:
+            break
+    assert number > 20
+
+
+def test_a_save_that_did_not_wait_is_over_when_it_is_there(tmp_path, memory):
+    late = FailingObjects(memory, at=-1)
+    with open_store(tmp_path / "run", late, save_retries=0) as store:
+        store.restore()
+        store.save(state_of(1), step=1, wait=False)
+        assert store.collect().manifest.step == 1
+        assert names(memory) == ["step_1"]
+        late.at = late.count + 1
+        store.save(state_of(2), step=2, wait=False)
+        with pytest.raises(SaveFailed, match="could not be put in memory://"):
+            store.collect()
+        assert store.newest.step == 2
+
+
+def test_an_attempt_that_fails_is_told_and_made_again(tmp_path, memory):
+    ear, late = Ear(), FailingObjects(memory, at=-1)
+    with open_store(tmp_path / "run", late, save_retries=1, on_event=ear) as store:
+        store.restore()
+        late.at = late.count + 1
+        save(store, 1)
+    [retry] = ear.of("remote_retry")
+    assert (retry["what"], retry["attempt"]) == ("put", 1)
+    assert names(memory) == ["step_1"]
+
+
+def test_a_remote_that_cannot_be_is_refused_at_once_without_its_secrets(tmp_path):
+    for wrong in ("nothing://a:secret@host/b", "memoryx://b"):
+        with pytest.raises(UsageError, match="the remote") as caught:
+            Store(tmp_path, remote=wrong)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(UsageError, match="in folders"):
+        Store(tmp_path, remote="memory://b", layout="files")
