@@ -21,6 +21,7 @@ Errors are for the world; our own mistakes are assertions. What the system refus
 """
 
 import errno
+import shlex
 
 
 class KeepstepError(Exception):
@@ -134,7 +135,5 @@ def way_out(error: OSError, *, then: str) -> str:
 
 def room_by_prune(folder: object) -> str:
     """Return how room is made where checkpoints stand: the plan first, then the deletion."""
-    return (
-        f"`keepstep ckpt prune {folder} --keep-last 1` shows which checkpoints could go;"
-        " with --apply it deletes them."
-    )
+    command = f"keepstep ckpt prune {shlex.quote(str(folder))} --keep-last 1"
+    return f"`{command}` shows which checkpoints could go; with --apply it deletes them."

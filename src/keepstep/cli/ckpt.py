@@ -64,7 +64,9 @@ def ls(run: Run, *, json: bool = False) -> int:
     home, around = run, entries
     if run.is_file():
         home = run.parent
-        around = [*(entry for entry in checkpoints_in(home) if entry.path != run), *entries]
+        # Once only, also where it is another name of one that is listed.
+        others = [e for e in checkpoints_in(home) if e.manifest != entries[0].manifest]
+        around = [*others, *entries]
     kept = kept_because(folder_of(home), around, recorded_policy(home), now=time.time())
     rows = [_row(entry, around, kept[entry.path]) for entry in entries]
     if json:

@@ -95,8 +95,10 @@ def prune(
 ) -> int:
     """Show what would be deleted and why the rest stays; delete it with --apply.
 
-    What is not given is as in the run's run.toml. The newest whole checkpoint, the best and what
-    is pinned never go. With --apply the folder must not be in use (exit code 5).
+    What is not given is as in the run's run.toml. These never go: the newest checkpoint whose
+    every byte is right, or there would be nothing to continue from; the best; milestones of a dense
+    window; what is pinned. What is damaged, or not this run's, is left for you; so is what was set
+    aside, without --aside. With --apply the folder must not be in use (exit code 5).
 
     Args:
         run: Folder of the run, or of its checkpoints.

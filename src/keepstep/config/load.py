@@ -64,6 +64,9 @@ def load_config(
     return Loaded(config=config, path=place)
 
 
+_FIRST = "The first argument is a TOML file, such as configs/language/debug.toml."
+
+
 def _read(path: Path, sources: Sources, *, chain: tuple[Path, ...]) -> dict[str, Any]:
     """Return the tree of a file over the tree of what it extends."""
     if path.resolve() in chain:
@@ -76,11 +79,11 @@ def _read(path: Path, sources: Sources, *, chain: tuple[Path, ...]) -> dict[str,
         by = f"{chain[-1]} extends it." if chain else ""
         raise ConfigError(
             [f"there is no config file {path}"],
-            hint=by or "The first argument is a TOML file, such as configs/language/debug.toml.",
+            hint=by or _FIRST,
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"{path}: cannot be read as text: {reason}"]) from error
+        raise ConfigError([f"{path}: cannot be read as text: {reason}"], hint=_FIRST) from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -38,7 +38,8 @@ def folder_fault(folder: Path) -> str:
         for place in (folder, *folder.absolute().parents):
             if place.is_dir():
                 # Whatever the rights say, nothing can be written into a read-only file system.
-                return "" if os.access(place, os.W_OK) else f"{place} cannot be written into"
+                denied = f"{place} cannot be written into: look at who owns it and what it allows"
+                return "" if os.access(place, os.W_OK) else denied
             if place.exists():
                 return f"{place} is a file, not a folder"
             if place.is_symlink():

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 BLOCK_BYTES = 4096
 """What offsets, lengths and addresses are multiples of; devices ask for 512 or 4,096."""
 WRITE_BYTES = 2 << 20
@@ -89,6 +87,9 @@ def _hand_over(
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy bytes without holding the interpreter's lock, so that the other thread goes on."""
+    # Imported where large files are: what only looks around starts without it.
+    import numpy as np
+
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
@@ -160,6 +161,8 @@ def forget(descriptor: int) -> None:
 
 def is_in_memory(descriptor: int) -> bool:
     """Tell whether most of a file is in the page cache, without reading any of it (mincore)."""
+    import numpy as np
+
     size = os.fstat(descriptor).st_size
     resident = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as view:

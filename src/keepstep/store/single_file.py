@@ -150,10 +150,10 @@ def sweep_temporaries(folder: Path, *, disk: Disk) -> list[str]:
 
 def _save(path: Path, state: Mapping[str, Any], best: Path | None, *, disk: Disk) -> None:
     targets = [path] if best is None else [path, best]
-    _check_targets(targets)
     _refuse_shards(state, "state")
     attempt = _Attempt(disk)
     try:
+        _check_targets(targets)
         folders = sorted({target.parent for target in targets})
         for folder in folders:
             disk.make_folders(folder)

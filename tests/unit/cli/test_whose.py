@@ -117,8 +117,29 @@ def test_of_two_runs_in_one_folder_neither_is_taken_for_the_other(tmp_path, caps
     assert found["step_2"]["roles"] == ["latest", "best"]
 
 
+def test_prune_keeps_what_it_keeps_of_a_run_whatever_another_left_beside_it(tmp_path, capsys):
+    losses = {1: 1.0, 2: 5.0, 3: 4.0, 4: 3.0}
+    with Store(tmp_path / "a", keep_last_n=0, best_metric="loss") as store:
+        for step, loss in losses.items():
+            store.save({"w": torch.full((900,), 2.0)}, step=step, metrics={"loss": loss})
+    write_run(tmp_path / "b", until=9, layout="folders")
+    shutil.copytree(tmp_path / "b" / "step_9", tmp_path / "a" / "step_9")
+    run_id = json.loads(ckpt(capsys, "show", tmp_path / "a", "2", "--json")[1])["run_id"]
+    (tmp_path / "a" / "outcome.json").write_text(json.dumps({"run_id": run_id}))
+    flip(tmp_path / "a" / "step_4" / "rank-00000.safetensors")
+    assert ckpt(capsys, "prune", tmp_path / "a", "--keep-last", "1", "--apply")[0] == 0
+    # The best, the newest whole, the newest; and the other's.
+    assert {path.name for path in (tmp_path / "a").glob("step_*")} == {
+        "step_1", "step_3", "step_4", "step_9"
+    }  # fmt: skip
+
+
 def test_one_file_is_listed_and_verified_by_itself(tmp_path, capsys):
     write_run(tmp_path, until=2)
+    (tmp_path / "run.toml").write_text("[checkpoint]\nkeep_last_n = 2\n")
+    for name in ("best.pth", "steps_2.pth"):
+        found = rows(capsys, "ls", tmp_path / name)
+        assert found[name]["kept_because"] == ["last 2", "best", "newest"]
     (tmp_path / "best.pth").unlink()
     shutil.copy(tmp_path / "steps_1.pth", tmp_path / "mine.pth")
     found = rows(capsys, "ls", tmp_path / "steps_2.pth")
@@ -155,6 +176,18 @@ def test_a_place_without_checkpoints_is_said_in_words_and_in_json(
     assert str(tmp_path / place) in err
     assert said in err
     assert then in err
+
+
+@pytest.mark.parametrize("place", ["nothing", "empty"])
+def test_a_config_that_is_none_says_what_to_give(tmp_path, capsys, place):
+    (tmp_path / "empty").mkdir()
+    for verb in (["config", "check"], ["train"]):
+        assert main([*verb, str(tmp_path / place)]) == 2
+        err = capsys.readouterr().err
+        assert str(tmp_path / place) in err
+        assert "The first argument is a TOML file" in err
+    assert main(["config", "check", str(tmp_path / place), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
 def test_a_folder_without_rights_is_said_and_is_json(tmp_path, capfd):

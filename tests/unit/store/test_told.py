@@ -1,6 +1,7 @@
 """What the store tells where something is wrong: what, where, what stands in, what to do."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from keepstep.cli.main import main
 from keepstep.errors import CannotSave, SaveFailed, UsageError
 from keepstep.store import Store, list_checkpoints, load_checkpoint, save_checkpoint_atomic, verify
 from tests.helpers.child import in_a_child
+from tests.helpers.command import ROOT
 from tests.unit.store.test_file_layout import (
     BEST,
     LAST,
@@ -157,21 +159,34 @@ def test_a_full_disk_at_a_resume_names_the_prune_that_makes_room(small_disk, cap
         assert store.rehearse(STATE).fits == 1
 
 
-def test_a_single_file_in_a_folder_without_rights_names_the_rights(tmp_path):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=["no writing", "no entry"])
+def test_a_single_file_in_a_folder_without_rights_names_the_rights(tmp_path, mode):
+    place = tmp_path / "place"
+    place.mkdir(mode)
+    # The folders above are the user's own, one more of them where tests run side by side.
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder.name.startswith(("test_", "popen-", "pytest-")):
+            folder.chmod(0o755)
 
     def work() -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
-        else:
-            tmp_path.chmod(0o555)
         with pytest.raises(SaveFailed, match="Permission denied") as caught:
-            save_checkpoint_atomic(tmp_path / "latest.pth", {"step": 1})
-        assert str(tmp_path / "latest.pth") in caught.value.message
+            save_checkpoint_atomic(place / "latest.pth", {"step": 1})
+        assert str(place / "latest.pth") in caught.value.message
         assert caught.value.hint == "Look at who owns it and what they allow."
 
     assert in_a_child(work) == 0
+
+
+def test_the_program_of_the_page_on_frozen_weights_continues(tmp_path, monkeypatch):
+    page = (ROOT / "docs/concepts/frozen-weights.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("range(first, 5)", "range(first, 3)"), before := {})
+    exec(code, after := {})
+    assert torch.equal(after["head"].weight, before["head"].weight + 2)
+    assert torch.equal(after["encoder"].weight, before["encoder"].weight)
 
 
 def test_a_folder_in_the_place_of_a_single_file_is_to_be_moved(tmp_path):
