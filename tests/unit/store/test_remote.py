@@ -66,10 +66,16 @@ def names(url: str, file: str = "manifest.json") -> list[str]:
     return [step for step, _ in sorted(((p[0], int(p[1])) for p in found), key=lambda p: p[1])]
 
 
-def flip(url: str, start: str, file: str) -> None:
-    """Change the last byte of an object of the checkpoint whose name starts so."""
+def key_of(url: str, start: str, file: str) -> str:
+    """The full name of an object of the checkpoint whose name starts so."""
     files, root = fsspec.core.url_to_fs(url)
     [name] = [n for n in files.find(root) if f"/{start}-" in n and n.endswith(f"/{file}")]
+    return name
+
+
+def flip(url: str, start: str, file: str) -> None:
+    """Change the last byte of an object of the checkpoint whose name starts so."""
+    files, name = fsspec.core.url_to_fs(url)[0], key_of(url, start, file)
     data = bytearray(files.cat_file(name))
     data[-1] ^= 1
     files.pipe_file(name, bytes(data))
@@ -130,24 +136,44 @@ def test_a_new_machine_goes_on_from_the_newest_and_has_the_best(tmp_path, url):
 
 
 def test_what_is_damaged_there_is_passed_over_by_name_and_stays(tmp_path, url):
+    """A flipped byte, a torn manifest, another's manifest, a lost object."""
     with open_store(tmp_path / "old", url, keep_last_n=0) as store:
         store.restore()
-        save(store, 1, 2, 3, 4)
-    flip(url, "step_4", "rank-00000.safetensors")
-    flip(url, "step_3", "manifest.json")
+        save(store, 1, 2, 3, 4, 5, 6)
+    files, data = fsspec.core.url_to_fs(url)[0], "rank-00000.safetensors"
+    flip(url, "step_6", data)
+    flip(url, "step_5", "manifest.json")
+    files.cp_file(key_of(url, "step_1", "manifest.json"), key_of(url, "step_4", "manifest.json"))
+    files.rm_file(key_of(url, "step_3", data))
     ear = Ear()
     with open_store(tmp_path / "new", url, keep_last_n=0, on_event=ear) as store:
         assert store.restore().manifest.step == 2
-        save(store, 5)
-        assert store.newest.sequence == 5
+        save(store, 7)
+        assert store.newest.sequence == 7
     faults = {
-        facts["name"].rpartition("/")[2][:6]: facts["fault"] for facts in ear.of("passed_over")
+        heard["name"].rpartition("/")[2][:6]: heard["fault"] for heard in ear.of("passed_over")
     }
-    assert "does not match its own digest" in faults["step_3"]
-    assert "rank-00000.safetensors: bytes" in faults["step_4"]
-    assert names(url) == ["step_1", "step_2", "step_5"]
-    assert names(url, "aside.json") == ["step_3", "step_4"]
+    assert faults.pop("step_6").startswith(f"{data}: bytes ")
+    assert faults == {
+        "step_3": f"{data} is missing",
+        "step_4": "manifest.json is that of another checkpoint",
+        "step_5": "manifest.json does not match its own digest",
+    }
+    assert names(url) == ["step_1", "step_2", "step_7"]
+    assert names(url, "aside.json") == ["step_3", "step_4", "step_5", "step_6"]
     assert not list((tmp_path / "new").glob(".staging*"))
+
+
+def test_what_is_damaged_there_and_whole_here_is_put_anew(tmp_path, url):
+    with open_store(tmp_path / "run", url) as store:
+        store.restore()
+        save(store, 1)
+    key = key_of(url, "step_1", "rank-00000.safetensors")
+    fsspec.core.url_to_fs(url)[0].pipe_file(key, b"short")
+    with open_store(tmp_path / "run", url) as store:
+        store.restore()
+    with open_store(tmp_path / "new", url) as store:
+        assert store.restore().manifest.step == 1
 
 
 def test_where_nothing_there_is_whole_nothing_is_begun(tmp_path, url):

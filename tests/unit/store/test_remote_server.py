@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,21 +114,36 @@ def test_a_bucket_that_is_not_there_is_an_error_and_no_fresh_start(tmp_path, gat
         store.restore()
 
 
-def test_a_server_that_never_answers_is_left_at_the_deadline(tmp_path, gate, url):
-    answer = threading.Event()
+@pytest.fixture
+def silence(gate) -> Iterator[Any]:
+    """A rule by which no put of data is answered before the test is over."""
+    over = threading.Event()
 
     def rule(method: str, path: str) -> None:
         if is_data(method, path):
-            answer.wait(20)
+            over.wait(20)
 
+    yield rule
+    over.set()
+
+
+def test_a_server_that_never_answers_is_left_at_the_deadline(tmp_path, gate, url, silence):
     with Store(tmp_path, remote=url, remote_timeout=1, save_retries=0) as store:
         store.restore()
-        gate.rule = rule
+        gate.rule = silence
         with pytest.raises(SaveFailed, match="no answer to put_file for 1 s"):
             store.save(state_of(1), step=1)
-        store.save(state_of(2), step=2, wait=False)
+
+
+def test_an_upload_that_is_to_end_at_once_is_left(tmp_path, gate, url, silence):
+    with open_store(tmp_path, url) as store:
+        store.restore()
+        gate.rule = silence
+        store.save(state_of(1), step=1, wait=False)
+        started = time.monotonic()
         assert not store.drain(0.1)
-    answer.set()
+        assert not store.is_busy()
+        assert time.monotonic() - started < 4
 
 
 def test_a_server_killed_in_the_middle_of_an_upload_fails_that_save_alone(tmp_path):
