@@ -103,7 +103,6 @@ class ObjectStore:
         """Return all keys with the sizes of their objects, as they are now."""
 
         def work(_: "_Progress") -> dict[str, int]:
-            self._fs.invalidate_cache()
             found = self._fs.find(self._root, detail=True)
             return {
                 name[len(self._root) + 1 :]: int(facts["size"] or 0)

@@ -135,6 +135,7 @@ class Remote:
             key = f"{name}/{MANIFEST_NAME}"
             again("commit", lambda: self.objects.put(key, text, halt=halt))
             again("commit", self._confirm)
+            # It need not be read for the next look.
             self._known[name] = from_bytes(text)
 
         together(ranks, "remote: put", put_share)
@@ -167,7 +168,6 @@ class Remote:
         text = self.again("read", lambda: self.objects.read(old), tell=tell)
         self.again("set aside", lambda: self.objects.put(new, text), tell=tell)
         self.again("set aside", lambda: self.objects.delete(old), tell=tell)
-        self._known.pop(name, None)
         tell("set_aside", name=self.shown(name), new_name=new)
 
     def read_manifest(self, name: str, tell: Tell) -> tuple[bytes, Manifest]:
@@ -225,7 +225,9 @@ class Remote:
         text = (place / MANIFEST_NAME).read_bytes()
         manifest = from_bytes(text, folder_name=place.name)
         name = remote_name(manifest.step, manifest.sequence, digest_of(text))
-        return None if name in self._known else (name, [entry.name for entry in manifest.files])
+        if any(entry.name == name and entry.manifest is not None for entry in self.entries):
+            return None
+        return name, [entry.name for entry in manifest.files]
 
     def _confirm(self) -> None:
         """Return while no later session has begun; Locked says which has."""
@@ -259,7 +261,6 @@ class Remote:
                     raise CheckpointDamaged(f"{entry.name} is {size}")
         except CheckpointDamaged as error:
             fault, manifest = error.message, None
-            self._known.pop(name, None)
         else:
             self._known[name] = manifest
         path = Path(PurePosixPath(name))
@@ -267,7 +268,6 @@ class Remote:
 
     def _delete(self, name: str) -> None:
         """Delete a checkpoint, or what is left of one: its manifest before all else."""
-        self._known.pop(name, None)
         for file in sorted(self._found[name], key=lambda file: file != MANIFEST_NAME):
             self.objects.delete(f"{name}/{file}")
 

@@ -3,15 +3,11 @@
 import itertools
 import json
 import os
-from pathlib import Path
-from typing import Any
 
-import fsspec
 import pytest
 import torch
 
 from keepstep.errors import (
-    CheckpointDamaged,
     KeepstepError,
     Locked,
     NotFound,
@@ -24,71 +20,7 @@ from keepstep.store.disk import Disk
 from keepstep.store.pins import pin
 from keepstep.store.remote import ObjectStore
 from tests.helpers.recording_objects import FailingObjects, RecordingObjects
-
-numbers = itertools.count()
-
-
-@pytest.fixture(params=["memory", "file"])
-def url(request, tmp_path) -> str:
-    if request.param == "memory":
-        return f"memory://bucket/{next(numbers)}"
-    return f"file://{tmp_path}/objects"
-
-
-@pytest.fixture
-def memory() -> str:
-    return f"memory://bucket/{next(numbers)}"
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"weight": torch.full((64,), float(step)), "step": step}
-
-
-def save(store: Store, *steps: int) -> None:
-    """Save steps; the second one measures best."""
-    for step in steps:
-        store.save(state_of(step), step=step, metrics={"loss": abs(step - 2.0)})
-
-
-def open_store(folder: Path, remote: str | ObjectStore, **more: Any) -> Store:
-    return Store(folder, remote=remote, best_metric="loss", **more)
-
-
-def objects(url: str) -> dict[str, bytes]:
-    """Every object below a URL, by its key."""
-    files, root = fsspec.core.url_to_fs(url)
-    return {name[len(root) + 1 :]: files.cat_file(name) for name in files.find(root)}
-
-
-def names(url: str, file: str = "manifest.json") -> list[str]:
-    """The steps that stand there, in the order of their numbers."""
-    found = [key.split("-") for key in objects(url) if key.endswith(f"/{file}")]
-    return [step for step, _ in sorted(((p[0], int(p[1])) for p in found), key=lambda p: p[1])]
-
-
-def key_of(url: str, start: str, file: str) -> str:
-    """The full name of an object of the checkpoint whose name starts so."""
-    files, root = fsspec.core.url_to_fs(url)
-    [name] = [n for n in files.find(root) if f"/{start}-" in n and n.endswith(f"/{file}")]
-    return name
-
-
-def flip(url: str, start: str, file: str) -> None:
-    """Change the last byte of an object of the checkpoint whose name starts so."""
-    files, name = fsspec.core.url_to_fs(url)[0], key_of(url, start, file)
-    data = bytearray(files.cat_file(name))
-    data[-1] ^= 1
-    files.pipe_file(name, bytes(data))
-
-
-class Ear(list):
-    """Hears a store: the events with their texts."""
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        self.append((event, facts))
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [facts for name, facts in self if name == event]
+from tests.helpers.remote import Ear, names, objects, open_store, save, state_of
 
 
 def test_a_save_makes_these_requests_in_this_order_and_no_others(tmp_path, url):
@@ -135,96 +67,6 @@ def test_a_new_machine_goes_on_from_the_newest_and_has_the_best(tmp_path, url):
     assert names(url) == ["step_2", "step_5", "step_6"]
 
 
-def test_what_is_damaged_there_is_passed_over_by_name_and_stays(tmp_path, url):
-    """A flipped byte, a torn manifest, another's manifest, a lost object."""
-    with open_store(tmp_path / "old", url, keep_last_n=0) as store:
-        store.restore()
-        save(store, 1, 2, 3, 4, 5, 6)
-    files, data = fsspec.core.url_to_fs(url)[0], "rank-00000.safetensors"
-    flip(url, "step_6", data)
-    flip(url, "step_5", "manifest.json")
-    files.cp_file(key_of(url, "step_1", "manifest.json"), key_of(url, "step_4", "manifest.json"))
-    files.rm_file(key_of(url, "step_3", data))
-    ear = Ear()
-    with open_store(tmp_path / "new", url, keep_last_n=0, on_event=ear) as store:
-        assert store.restore().manifest.step == 2
-        save(store, 7)
-        assert store.newest.sequence == 7
-    faults = {
-        heard["name"].rpartition("/")[2][:6]: heard["fault"] for heard in ear.of("passed_over")
-    }
-    assert faults.pop("step_6").startswith(f"{data}: bytes ")
-    assert faults == {
-        "step_3": f"{data} is missing",
-        "step_4": "manifest.json is that of another checkpoint",
-        "step_5": "manifest.json does not match its own digest",
-    }
-    assert names(url) == ["step_1", "step_2", "step_7"]
-    assert names(url, "aside.json") == ["step_3", "step_4", "step_5", "step_6"]
-    assert not list((tmp_path / "new").glob(".staging*"))
-
-
-def test_what_is_damaged_there_and_whole_here_is_put_anew(tmp_path, url):
-    with open_store(tmp_path / "run", url) as store:
-        store.restore()
-        save(store, 1)
-    key = key_of(url, "step_1", "rank-00000.safetensors")
-    fsspec.core.url_to_fs(url)[0].pipe_file(key, b"short")
-    with open_store(tmp_path / "run", url) as store:
-        store.restore()
-    with open_store(tmp_path / "new", url) as store:
-        assert store.restore().manifest.step == 1
-
-
-def test_where_nothing_there_is_whole_nothing_is_begun(tmp_path, url):
-    with open_store(tmp_path / "old", url) as store:
-        store.restore()
-        save(store, 1)
-    flip(url, "step_1", "rank-00000.safetensors")
-    with (
-        open_store(tmp_path / "new", url) as store,
-        pytest.raises(CheckpointDamaged, match=r"rank-00000\.safetensors: bytes"),
-    ):
-        store.restore()
-    assert names(url) == ["step_1"]
-
-
-def test_what_is_damaged_here_comes_back_from_there(tmp_path, url):
-    with open_store(tmp_path / "run", url) as store:
-        store.restore()
-        save(store, 1, 2, 3)
-    for step in (2, 3):
-        path = tmp_path / f"run/step_{step}/rank-00000.safetensors"
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with open_store(tmp_path / "run", url) as store:
-        found = store.restore()
-        assert found.manifest.step == 3
-        assert found.skipped == ()
-        assert verify(list_checkpoints(tmp_path / "run")[-1]) == []
-    assert (tmp_path / "run/aside/step_3").is_dir()
-
-
-def test_what_was_not_put_there_is_put_first_by_the_next_session(tmp_path, memory):
-    with open_store(tmp_path / "run", memory, save_retries=0) as store:
-        store.restore()
-        save(store, 1)
-    # The first request of a save after the five of the start: nothing of step 2 gets there.
-    late = FailingObjects(memory, at=8)
-    with (
-        open_store(tmp_path / "run", late, save_retries=0) as store,
-        pytest.raises(SaveFailed, match=r"step 2 is committed in its folder.*memory://") as caught,
-    ):
-        store.restore()
-        late.count = 7
-        save(store, 2)
-    assert "look at its address" in caught.value.hint.lower()
-    assert names(memory) == ["step_1"]
-    assert verify(list_checkpoints(tmp_path / "run")[-1]) == []
-    with open_store(tmp_path / "run", memory) as store:
-        assert store.restore().manifest.step == 2
-        assert names(memory) == ["step_1", "step_2"]
-
-
 def test_another_runs_objects_are_refused_and_stay(tmp_path, url):
     with open_store(tmp_path / "one", url) as store:
         store.restore(must_match={"width": 4})
@@ -259,27 +101,6 @@ def test_retention_there_is_that_of_the_run_and_a_pin_holds_there_too(tmp_path, 
     assert names(url) == ["step_2", "step_3", "step_4", "step_6"]
 
 
-def test_what_a_dead_session_left_is_swept_and_names_of_others_stay(tmp_path, url):
-    with open_store(tmp_path / "run", url) as store:
-        store.restore()
-        save(store, 1)
-    files, root = fsspec.core.url_to_fs(url, auto_mkdir=True)
-    mine = f"step_2-2-{'0' * 16}/rank-00000.safetensors"
-    others = ["step_9/rank-00000.safetensors", "notes/step_2-2.txt", f"step_2-2-{'0' * 15}/file"]
-    for key in (mine, *others):
-        files.pipe_file(f"{root}/{key}", b"some bytes")
-    ear = Ear()
-    with open_store(tmp_path / "run", url, on_event=ear) as store:
-        store.restore()
-        save(store, 3)
-        # No number that any name there shows is given again.
-        assert store.newest.sequence == 3
-    left = set(objects(url))
-    assert mine not in left
-    assert set(others) <= left
-    assert [facts["name"] for facts in ear.of("swept")] == [f"{url}/{mine.partition('/')[0]}"]
-
-
 def test_a_session_that_was_overtaken_commits_nothing_there_and_says_who_did(tmp_path, memory):
     with open_store(tmp_path / "one", memory) as one:
         one.restore()
@@ -309,18 +130,22 @@ def test_a_session_that_is_overtaken_at_its_manifest_does_not_say_that_it_saved(
             save(store, 2)
 
 
-def test_the_way_back_holds_there_too(tmp_path, url):
-    with open_store(tmp_path / "one", url, keep_last_n=0) as store:
-        store.restore()
-        save(store, 1, 2, 3, 4)
-    with open_store(tmp_path / "two", url, keep_last_n=0) as store:
-        assert store.restore(2).manifest.step == 2
-        save(store, 3)
-        assert store.newest.sequence == 5
-    assert names(url, "aside.json") == ["step_3", "step_4"]
-    with open_store(tmp_path / "three", url, keep_last_n=0) as store:
-        found = store.restore()
-        assert (found.manifest.step, found.manifest.sequence, found.manifest.parent) == (3, 5, 2)
+def test_what_was_acknowledged_while_a_later_session_began_is_seen_by_it(tmp_path, memory):
+    with open_store(tmp_path / "one", memory) as one:
+        one.restore()
+        save(one, 1)
+
+        class Late(ObjectStore):
+            def operation(self, name: str, key: str) -> None:
+                if (name, key) == ("put", "session.json"):
+                    save(one, 2)
+
+        with open_store(tmp_path / "two", Late(memory)) as two:
+            assert two.restore().manifest.step == 2
+
+
+def test_what_is_not_there_is_as_good_as_deleted(url, tmp_path):
+    ObjectStore(url).delete("step_1-1-0/manifest.json")
 
 
 def test_an_error_at_every_request_is_told_or_survived_and_loses_nothing(tmp_path, memory):
