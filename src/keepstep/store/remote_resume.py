@@ -31,7 +31,7 @@ class Homecoming:
     def __init__(
         self, remote: Remote, folder: Path, *, disk: Disk, ranks: Ranks, tell: Tell
     ) -> None:
-        self.remote = self._remote = remote
+        self.remote = remote
         self._folder = folder
         self._disk = disk
         self._ranks = ranks
@@ -44,14 +44,14 @@ class Homecoming:
 
         From here on manifests name the remote beside the method of the commit.
         """
-        protocol = self._remote.objects.protocol
+        protocol = self.remote.objects.protocol
         self._disk.methods = replace(self._disk.methods, remote=protocol)
-        last: int = first(self._ranks, "remote: begin", lambda: self._remote.begin(self._tell))
+        last: int = first(self._ranks, "remote: begin", lambda: self.remote.begin(self._tell))
         line.next_sequence = max(line.next_sequence, last + 1)
 
     def look(self) -> list[Checkpoint]:
         """Return what stands there now; no exchange of ranks."""
-        return self._remote.look(self._tell)
+        return self.remote.look(self._tell)
 
     def check(self, found: Sequence[Checkpoint], check: Callable[..., None]) -> None:
         """Have what stands there and here looked at as that of one folder: `check_choice`."""
@@ -94,7 +94,7 @@ class Homecoming:
         """Set aside there what does not lead to the chosen one, and put it, and the best, there."""
         first(self._ranks, "remote: set aside", lambda: self._set_aside_others(chosen))
         for step in dict.fromkeys([chosen.step, *([best.step] if best is not None else [])]):
-            self._remote.put(self._folder, step, ranks=self._ranks, tell=self._tell)
+            self.remote.put(self._folder, step, ranks=self._ranks, tell=self._tell)
 
     def _fetch_newer(self, than: int, *, step: int | None) -> bool:
         """Fetch the newest whole one whose number is higher; tell whether there was one."""
@@ -114,8 +114,8 @@ class Homecoming:
 
     def _require_nothing(self, step: int | None) -> None:
         """Raise where something is there, and nothing of it could be fetched."""
-        place = self._remote.objects.shown
-        wanted = [entry for entry in self._remote.entries if step in (None, entry.step)]
+        place = self.remote.objects.shown
+        wanted = [entry for entry in self.remote.entries if step in (None, entry.step)]
         faults = [f"  {e.name}: {self._faulty.get(e.name, e.fault)}" for e in wanted]
         if faults:
             raise CheckpointDamaged(
@@ -127,7 +127,7 @@ class Homecoming:
 
     def _fetch_first(self, wanted: Callable[[Manifest], bool]) -> str | None:
         def fetch() -> str | None:
-            for entry in reversed(self._remote.entries):
+            for entry in reversed(self.remote.entries):
                 manifest = entry.manifest
                 if manifest is None or not wanted(manifest) or entry.name in self._tried:
                     continue
@@ -136,10 +136,10 @@ class Homecoming:
                     self._fetch(entry.name, manifest)
                 except CheckpointDamaged as error:
                     self._faulty[entry.name] = error.message
-                    name = self._remote.shown(entry.name)
+                    name = self.remote.shown(entry.name)
                     self._tell("passed_over", name=name, fault=error.message)
                 else:
-                    self._tell("fetched", name=self._remote.shown(entry.name))
+                    self._tell("fetched", name=self.remote.shown(entry.name))
                     return step_name(manifest.step)
             return None
 
@@ -158,7 +158,7 @@ class Homecoming:
                 for file in manifest.files:
                     self._fetch_file(name, file, manifest, staging)
                 self._disk.sync_folder(staging)
-                text, _ = self._remote.read_manifest(name, self._tell)
+                text, _ = self.remote.read_manifest(name, self._tell)
                 self._disk.replace_file(staging / MANIFEST_NAME, text)
                 commit.appear(staging, final, self._disk)
             except BaseException as error:
@@ -167,7 +167,7 @@ class Homecoming:
         except OSError as error:
             then = "run the same command again"
             raise KeepstepError(
-                f"{self._remote.shown(name)} could not be fetched into {self._folder}: {error}",
+                f"{self.remote.shown(name)} could not be fetched into {self._folder}: {error}",
                 hint=way_out(error, then=then) or f"Mend the disk, then {then}.",
             ) from error
 
@@ -182,18 +182,18 @@ class Homecoming:
             end = min(start + _PART_BYTES, size)
 
             def read(start: int = start, end: int = end) -> bytes:
-                return self._remote.objects.read(key, start=start, end=end)
+                return self.remote.objects.read(key, start=start, end=end)
 
-            yield self._remote.again("fetch", read, tell=self._tell)
+            yield self.remote.again("fetch", read, tell=self._tell)
 
     def _set_aside_others(self, chosen: Manifest) -> None:
         text = (self._folder / chosen.name / MANIFEST_NAME).read_bytes()
         own = remote_name(chosen.step, chosen.sequence, digest_of(text))
-        for entry in list(self._remote.entries):
+        for entry in list(self.remote.entries):
             damaged = entry.manifest is None or entry.name in self._faulty
             leads = entry.name == own or (
                 entry.manifest is not None and entry.manifest.sequence < chosen.sequence
             )
             # A damaged one of the chosen's own name is put anew.
             if damaged or not leads:
-                self._remote.set_aside(entry.name, self._tell)
+                self.remote.set_aside(entry.name, self._tell)
