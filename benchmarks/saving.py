@@ -5,13 +5,16 @@
 1. The time of a training loop that saves every 10 steps, over that of one that does not: with
    `save(wait=False)`, with DCP's `async_save`, and with `save`.
 2. How long the call blocks the loop, and how long the optimizer's step waits at the fence.
-3. A save that is durable when it returns, over `torch.save`, safetensors and DCP, each with fsync.
-4. The same of a state of which nine tenths are frozen, over one that moves as a whole.
+3. A save that is durable when it returns, over `torch.save`, safetensors and DCP, each with fsync,
+   and over as many bytes written past the page cache; a load of what no memory holds, over reading
+   as many bytes past the page cache.
+4. A durable save of a state of which nine tenths are frozen, over one that moves as a whole.
 
 The model is a chain of linear layers under AdamW; `--gib` is the size of weights and moments.
 """
 
 import argparse
+import mmap
 import os
 import shutil
 import statistics
@@ -25,9 +28,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from keepstep.store import Store
+from keepstep.store import Store, load_state
+from keepstep.store.direct import forget, set_direct
 
 LAYERS, STEPS, EVERY = 16, 20, 10
+RAW_BYTES = 8 << 20
 
 
 class Training:
@@ -139,6 +144,7 @@ def durable(training: Training, folder: Path, rounds: int) -> None:
     """Print how long a durable save takes, over others' that are made durable."""
     state = training.state()
     ratios: dict[str, list[float]] = {}
+    loads: list[float] = []
 
     def sync(path: Path) -> None:
         for place in (
@@ -161,6 +167,8 @@ def durable(training: Training, folder: Path, rounds: int) -> None:
         "safetensors + fsync": peer("a.safetensors", lambda path: save_file(state, path)),
         "DCP + fsync": peer("dcp", lambda path: dcp.save(state, checkpoint_id=path)),
     }
+    peers["raw writing"] = lambda: raw(folder / "raw", write=size)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     with Store(folder / "durable", keep_last_n=1) as store:
         store.restore()
         for number in range(1, rounds + 1):
@@ -169,12 +177,36 @@ def durable(training: Training, folder: Path, rounds: int) -> None:
             ours = timed(lambda n=number: store.save(state, step=n))
             for name, save in peers.items():
                 shutil.rmtree(folder / "dcp", ignore_errors=True)
-                for leftover in (folder / "a.pth", folder / "a.safetensors"):
+                for leftover in (folder / "a.pth", folder / "a.safetensors", folder / "raw"):
                     leftover.unlink(missing_ok=True)
                 ratios.setdefault(name, []).append(ours / timed(save))
+            path = folder / "durable" / f"step_{number}"
+            for data in path.glob("*.safetensors"):
+                with data.open("rb") as file:
+                    forget(file.fileno())
+            read = timed(lambda: raw(folder / "raw"))
+            loads.append(timed(lambda p=path: load_state(p)) / read)
     for name, found in ratios.items():
         spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
         print(f"durable and with digests, over {name:20} {spread}")
+    spread = f"{statistics.median(loads):.2f} ({min(loads):.2f} to {max(loads):.2f})"
+    print(f"a verified load of what no memory holds, over raw reading: {spread}")
+
+
+def raw(path: Path, *, write: int = 0) -> None:
+    """Write as many bytes past the page cache, durably; or read the whole file so."""
+    buffer = memoryview(mmap.mmap(-1, RAW_BYTES))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if write else os.O_RDONLY
+    descriptor = os.open(path, flags, 0o666)
+    assert set_direct(descriptor), "this file system has no direct access: choose a --folder"
+    if write:
+        for _ in range(-(-write // RAW_BYTES)):
+            os.write(descriptor, buffer)
+        os.fsync(descriptor)
+    else:
+        while os.readv(descriptor, [buffer]):
+            pass
+    os.close(descriptor)
 
 
 def frozen(training: Training, folder: Path, rounds: int) -> None:

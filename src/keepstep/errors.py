@@ -124,6 +124,7 @@ def way_out(error: OSError, *, then: str) -> str:
         errno.EROFS: "The file system is mounted read-only: use another folder, or mount it anew.",
         errno.EACCES: "Look at who owns it and what they allow.",
         errno.EPERM: "Look at who owns it and what they allow.",
+        errno.ENOMEM: f"Make memory free, then {then}.",
         errno.EMFILE: f"Raise the limit on open files (`ulimit -n`), then {then}.",
         errno.EIO: f"The disk fails, or its file system: look at the system's log, then {then}.",
         errno.EISDIR: "A folder is in the place of a file: move it out of the way.",
@@ -131,6 +132,31 @@ def way_out(error: OSError, *, then: str) -> str:
         errno.EEXIST: "Something else is in its place: move it out of the way.",
     }
     return hints.get(error.errno or 0, "")
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Tell whether an error is for lack of memory or open files: it says nothing of what was read.
+
+    Torch's allocators have no class for it that all of them raise, but words.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    words = ("allocate memory", "out of memory")
+    of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return of_torch or isinstance(error, MemoryError)
+
+
+def fault_from(error: BaseException) -> str:
+    """Return what an error says of the file that was read; a shortage that it came of is raised.
+
+    `zipfile` says of any refused read that the file is not one of its own.
+    """
+    came_of: BaseException | None = error
+    while came_of is not None:
+        if is_shortage(came_of):
+            raise came_of
+        came_of = came_of.__context__
+    return str(error)
 
 
 def room_by_prune(folder: object) -> str:

@@ -88,6 +88,7 @@ def test_a_save_in_flight_that_fails_ends_the_run_and_nothing_older_is_lost(
     assert failed.returncode == 1, failed.stdout
     assert "step 4 could not be saved" in failed.stdout
     assert "Make room" in failed.stdout
+    assert f"`keepstep ckpt prune {tmp_path} --keep-last 1`" in failed.stdout
     assert "saved 2" in failed.stdout
     assert "saved 4" not in failed.stdout
     assert failed.stdout.count("step 4 could not be saved") == 1

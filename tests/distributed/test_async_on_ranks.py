@@ -1,10 +1,12 @@
 """Saves in flight on several ranks: their threads talk to each other beside the training."""
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from keepstep.store import list_checkpoints, verify
 from tests.helpers.command import digests, injecting, keepstep, losses, outcome, steps
 from tests.helpers.world import World, run_code, train_on
 
@@ -92,6 +94,73 @@ with open_group(DistributedConfig(), device="cpu") as group:
         assert store.drain(60)
     assert [entry.step for entry in list_checkpoints(sys.argv[1])] == [1, 3]
 """
+
+
+FOUR = """
+import errno, os, signal, sys, time
+import torch
+import torch.distributed as dist
+from keepstep.errors import KeepstepError
+from keepstep.store import Store
+from keepstep.store.disk import Disk
+from keepstep.store.process_group import ranks_of_this_process
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def fails():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Broken(Disk):
+    happens = None
+    def operation(self, name, path):
+        if self.happens and rank == 2 and name == "write" and ".staging" in str(path):
+            self.happens()
+
+def collect(store):
+    started = time.monotonic()
+    try:
+        print("TOLD saved", store.collect().manifest.step)
+    except KeepstepError as error:
+        print("TOLD", type(error).__name__, error.message)
+    assert time.monotonic() - started < 10
+
+disk, ranks = Broken(), ranks_of_this_process(deadline_seconds=30)
+store = Store(sys.argv[1], ranks=ranks, disk=disk, keep_last_n=0, save_retries=0)
+restored = store.restore()
+print("TOLD from", restored and int(restored.state["w0"][0]))
+for step, happens in eval(sys.argv[2], {"fails": fails, "dies": dies}):
+    # Each rank writes two of them.
+    state = {f"w{n}": torch.full((5000,), float(step)) for n in range(8)}
+    disk.happens = happens
+    store.save(state, step=step, wait=False)
+    collect(store)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_one_of_four_ranks_that_fails_or_dies_in_a_save_in_flight_is_named_by_all(tmp_path):
+    def run(saves: str) -> list[tuple[int, list[str]]]:
+        ended = run_code(4, FOUR, tmp_path, saves)
+        print(ended)
+        return [(code, re.findall("TOLD (.*)", text)) for code, text in ended]
+
+    told = run("[(1, None), (2, fails), (3, None), (4, dies)]")
+    assert [code for code, _ in told] == [0, 0, -signal.SIGKILL, 0]
+    for rank in (0, 1, 3):
+        start, one, two, three, four = told[rank][1]
+        assert (start, one, three) == ("from None", "saved 1", "saved 3")
+        assert two.startswith("SaveFailed step 2 could not be saved")
+        assert "No space left on device (rank 2 on " in two
+        assert "the newest checkpoint is step_1, and every older one is as it was" in two
+        assert four.startswith(f"Unhealthy rank {rank} lost the others in save: ")
+    assert run("[(5, None)]") == [(0, ["from 3", "saved 5"])] * 4
+    entries = list_checkpoints(tmp_path)
+    assert [(entry.step, verify(entry)) for entry in entries] == [(1, []), (3, []), (5, [])]
 
 
 def test_a_write_without_the_fence_on_one_rank_fails_the_save_on_all(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash.test_command_files import FILES, assert_same_state
 from tests.helpers import hooks
 from tests.helpers.command import (
     digests,
@@ -124,6 +125,24 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(config, two_ranks, tmp_pat
     assert_same_as(tmp_path, two_ranks)
 
 
+def test_the_rank_that_holds_the_store_does_not_leave_before_the_other_has_heard(config, tmp_path):
+    """Its words would go with it, and the other would name it as lost, with another code."""
+    acts = [
+        {"when": "step", "step": 5, "do": "SIGSTOP", "rank": 1},
+        {"when": "step", "step": 5, "do": "raise", "rank": 0},
+    ]
+    words = (config, f"--checkpoint.dir={tmp_path}", "--distributed.lost_after=60s", ACT)
+    with World(2, *words, extra=hooks.acting(*acts)) as world:
+        first, other = world.ranks
+        first.wait_for("failed at step 5")
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.process.wait(3)
+        other.signal(signal.SIGCONT)
+        assert world.end() == [1, 1], world.output
+        assert "rank 0 on " in other.output
+        assert "the hook fails on purpose" in other.output
+
+
 @pytest.mark.parametrize(("operation", "rank"), [("create", "1"), ("write", "0"), ("sync", "1")])
 def test_a_write_that_fails_once_on_one_rank_is_tried_again_by_all(
     config, two_ranks, tmp_path, rank, operation
@@ -211,7 +230,11 @@ def torchrun(config: Path, run: Path, *flags: str, restarts: int = 0, **extra: s
         f"--checkpoint.dir={run}",
     ]  # fmt: skip
     done = subprocess.run(
-        [*command, *flags], env=environment(extra), capture_output=True, text=True, timeout=90
+        [*command, *flags],
+        env=environment(extra),
+        capture_output=True,
+        text=True,
+        timeout=90 * (1 + restarts),
     )
     print(done.stdout, done.stderr)
     return done.returncode
@@ -226,9 +249,15 @@ def test_torchrun_starts_and_resumes_two_ranks(config, two_ranks, tmp_path):
     assert_same_as(tmp_path, two_ranks)
 
 
-def test_torchrun_starts_lost_ranks_again_and_they_continue(config, two_ranks, tmp_path):
-    """The second attempt must not hear the verdict on the first, in the launcher's own store."""
-    act = hooks.acting({"when": "committed", "step": 6, "do": "SIGKILL", "rank": 1})
-    assert torchrun(config, tmp_path, ACT, restarts=1, **act) == 0
-    assert [event["step"] for event in events(tmp_path, "resumed")] == [6]
-    assert_same_as(tmp_path, two_ranks)
+def test_torchrun_starts_lost_ranks_again_and_their_single_files_continue_three_times(
+    config, two_ranks, tmp_path
+):
+    """A later attempt must not hear the verdict on the first, in the launcher's own store."""
+    kills = [
+        {"when": "committed", "step": step, "do": "SIGKILL", "rank": rank}
+        for step, rank in ((3, 1), (6, 0), (9, 1))
+    ]
+    assert torchrun(config, tmp_path, ACT, FILES, restarts=3, **hooks.acting(*kills)) == 0
+    assert [event["step"] for event in events(tmp_path, "resumed")] == [3, 6, 9]
+    assert losses(tmp_path) == losses(two_ranks)
+    assert_same_state(tmp_path / "latest.pth", two_ranks / "step_10")

@@ -265,3 +265,24 @@ def test_the_key_that_is_to_be_mended_is_the_one_that_is_named(flags, said):
     done = split("config", "check", DEBUG, *flags)
     assert done.stderr.startswith(f"error: {said}")
     assert len(done.stderr.splitlines()) == 1
+
+
+WITHOUT = """
+import sys
+sys.modules["pytorch_optimizer"] = sys.modules["schedulefree"] = None
+from keepstep.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("lion", "pytorch_optimizer"), ("schedulefree_adamw", "schedulefree")]
+)
+def test_an_optimizer_whose_package_is_missing_is_told_with_what_to_install(config, name, package):
+    flags = [f"--optimizer.name={name}", "--schedule.name=constant"]
+    words = [sys.executable, "-c", WITHOUT, "config", "check", str(config), *flags]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stderr.splitlines()
+    assert f"--optimizer.name: {name!r} needs the package {package}, which is not" in line
+    assert line.endswith("pip install keepstep[optim]")

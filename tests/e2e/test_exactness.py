@@ -21,6 +21,8 @@ OPTIMIZERS = {
     "adamw": [],
     "sgd": ["--optimizer.rate=0.1"],
     "muon": ["--optimizer.rate=0.02"],
+    "lion": ["--optimizer.rate=0.003"],
+    "schedulefree_adamw": ["--checkpoint.async_mode=async"],
 }
 
 
@@ -54,6 +56,8 @@ def assert_interrupted_equals_untouched(config, folder, *flags, poison=()):
         e["rate"] for e in events(untouched, "step")
     ]
     assert link(run, "best") == link(untouched, "best")
+    found = [(e["step"], e["metrics"]) for e in events(run, "evaluation")]
+    assert found == [(e["step"], e["metrics"]) for e in events(untouched, "evaluation")]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,8 @@ def assert_interrupted_equals_untouched(config, folder, *flags, poison=()):
         ("sgd", "constant"),
         ("muon", "cosine"),
         ("muon", "cosine_restarts"),
+        ("lion", "cosine"),
+        ("schedulefree_adamw", "constant"),
     ],
 )
 def test_each_optimizer_and_schedule_resumes_to_the_same_bits(

@@ -39,7 +39,7 @@ def test_a_run_without_room_for_its_checkpoints_ends_before_its_first_step(confi
     try:
         done = keepstep("train", config, f"--checkpoint.dir={place}")
         assert done.returncode == 1, done.stdout
-        assert "no room for 3 more checkpoints" in done.stdout
+        assert "no room for 4 more checkpoints" in done.stdout
         assert "Make room, keep fewer checkpoints" in done.stdout
         assert "Traceback" not in done.stdout
         assert events(place, "step") == []

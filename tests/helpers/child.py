@@ -3,6 +3,7 @@
 import os
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -23,3 +24,20 @@ def in_a_child(work: Callable[[], None]) -> int:
         finally:
             os._exit(99)
     return os.waitpid(child, 0)[1]
+
+
+def as_nobody(work: Callable[[], None], place: Path) -> int:
+    """Run `work` in a child without root's rights; return how that ended.
+
+    The folders of the tests above `place`, which are the user's own, are opened to all first.
+    """
+    for folder in place.parents:
+        if folder.name.startswith(("test_", "popen-", "pytest-")):
+            folder.chmod(0o755)
+
+    def without_rights() -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        work()
+
+    return in_a_child(without_rights)

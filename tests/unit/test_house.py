@@ -124,6 +124,28 @@ def test_only_a_disk_is_asked_to_rename_link_or_delete():
     assert len(list(disk_calls(ast.parse("p.unlink()\np.replace(q)\ndisk.unlink(p)")))) == 2
 
 
+def plain_opens(tree: ast.AST) -> Iterator[str]:
+    """Yield the calls that open a file to read, whatever it is: a pipe would be waited for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            text = ast.unparse(node)
+            reads = re.search(r"\bopen\(.*['\"]r?b?['\"]\)", text) or "os.O_RDONLY" in text
+            if re.search(r"\.read_(bytes|text)\(", text) or reads:
+                yield text
+
+
+def test_the_store_opens_only_regular_files():
+    found = {
+        (path.name, text)
+        for path in sorted((PACKAGE / "store").glob("*.py"))
+        if path.name != "regular.py"
+        for text in plain_opens(ast.parse(path.read_text()))
+    }
+    assert found == {("disk.py", "os.open(path, os.O_RDONLY | os.O_DIRECTORY)")}
+    for text in ("p.open('rb')", "p.read_bytes()", "open(p, 'r')", "os.open(p, os.O_RDONLY)"):
+        assert list(plain_opens(ast.parse(text))), text
+
+
 def test_nobody_switches_the_bans_off():
     silenced = re.compile(r"noqa(?!: )|noqa: .*(TID251|BLE001|S110|S112|S301)")
     found = [path for path in PACKAGE.rglob("*.py") if silenced.search(path.read_text())]
@@ -143,7 +165,7 @@ def test_nobody_switches_the_bans_off():
         if isinstance(node, ast.Import)
         for alias in node.names
     }
-    assert names == {"struct", "zipfile", "zlib", "torch"}
+    assert names == {"errno", "struct", "zipfile", "zlib", "torch"}
     pickled = [
         [alias.name for alias in node.names]
         for node in ast.walk(archive)

@@ -1,4 +1,4 @@
-"""`keepstep ckpt`: a run's checkpoints. What only looks at them is here: no torch, no lock."""
+"""`keepstep ckpt`: a run's checkpoints. What only looks is here: no lock, torch for `.pth` only."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -30,7 +30,8 @@ def export(
     huggingface: a folder that `transformers` loads: weights, config.json, the tokenizer if the run
     has one. safetensors: one file of the weights. dcp: a folder for
     `torch.distributed.checkpoint.load`. pth: one file for `torch.load(weights_only=True)`. dcp and
-    pth hold the whole state. OUT appears when all of it is there, and is never overwritten.
+    pth hold the whole state. OUT appears when all of it is there, and is never overwritten. Weights
+    are those that were evaluated: of schedulefree_adamw the average.
 
     Args:
         run: Folder of the run, or of its checkpoints.
@@ -43,8 +44,8 @@ def export(
     entry = find_checkpoint(place_of(run), checkpoint)
     _require_outside(output, folder_of(run))
     # Before the first import of torch, and before gigabytes are read.
+    from keepstep.optim.averaged import load_averaged
     from keepstep.store.export import WRITERS, require_free, write_out
-    from keepstep.store.load import load_state
 
     require_free(output)
     notes: list[str] = []
@@ -53,7 +54,7 @@ def export(
             raise UsageError("--only means nothing for huggingface: it holds the model's weights")
         from keepstep.tasks.registry import export_model
 
-        weights = load_state(entry.path, only=_WEIGHTS)[_WEIGHTS]
+        weights = load_averaged(entry, only=_WEIGHTS)[_WEIGHTS]
         config = _run_config(run)
 
         def write(staging: Path) -> None:
@@ -62,7 +63,7 @@ def export(
         write_out(output, write, disk=Disk())
     else:
         part = only or (_WEIGHTS if format == "safetensors" else "")
-        state = load_state(entry.path, only=part or None)
+        state = load_averaged(entry, only=part or None)
         content = state[part] if format == "safetensors" else state
         if not isinstance(content, dict):
             raise UsageError(f"{part} is no table of tensors; choose another part with --only")

@@ -6,7 +6,7 @@ from typing import Any
 
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.quantities import seconds
-from keepstep.config.schema import Config
+from keepstep.config.schema import SCHEDULE_FREE, Config
 from keepstep.config.strategies import strategy_names
 
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -82,6 +82,8 @@ def _train(config: Config) -> _Found:
             "train.micro_batch",
             f"{train.micro_batch} does not divide train.global_batch ({train.global_batch})",
         )
+    if config.optimizer.name == SCHEDULE_FREE and config.optimizer.beta1 == 0:
+        yield "optimizer.beta1", f"must be greater than 0 for {SCHEDULE_FREE}, which divides by it"
     nesterov_needs = config.optimizer.name == "sgd" and config.optimizer.nesterov
     if nesterov_needs and config.optimizer.momentum == 0:
         yield "optimizer.nesterov", "needs a momentum greater than 0; set it to false"
@@ -90,6 +92,12 @@ def _train(config: Config) -> _Found:
 def _schedule(config: Config) -> _Found:
     """A schedule that cannot do what its numbers say is an error."""
     schedule, steps = config.schedule, config.train.max_steps
+    if config.optimizer.name == SCHEDULE_FREE and schedule.name != "constant":
+        yield (
+            "schedule.name",
+            f"must be 'constant' for {SCHEDULE_FREE}, not {schedule.name!r}: its average takes the"
+            " place of a decay (schedule.warmup_steps is as ever)",
+        )
     if schedule.decay_steps and schedule.name != "wsd":
         yield (
             "schedule.decay_steps",

@@ -64,26 +64,22 @@ def load_config(
     return Loaded(config=config, path=place)
 
 
-_FIRST = "The first argument is a TOML file, such as configs/language/debug.toml."
-
-
 def _read(path: Path, sources: Sources, *, chain: tuple[Path, ...]) -> dict[str, Any]:
     """Return the tree of a file over the tree of what it extends."""
     if path.resolve() in chain:
         names = " -> ".join(item.name for item in (*chain, path))
         raise ConfigError([f"{path}: {EXTENDS!r} goes round in a circle: {names}"])
+    hint = "The first argument is a TOML file, such as configs/language/debug.toml."
+    if chain:
+        hint = f"{chain[-1]} extends it."
     try:
         # TOML is UTF-8 whatever the locale; some editors put a mark of it in front.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        by = f"{chain[-1]} extends it." if chain else ""
-        raise ConfigError(
-            [f"there is no config file {path}"],
-            hint=by or _FIRST,
-        ) from error
+        raise ConfigError([f"there is no config file {path}"], hint=hint) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"{path}: cannot be read as text: {reason}"], hint=_FIRST) from error
+        raise ConfigError([f"{path}: cannot be read as text: {reason}"], hint=hint) from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

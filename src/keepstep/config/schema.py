@@ -12,6 +12,7 @@ from typing import Any, Literal
 from keepstep.config.quantities import Duration, StepOrWord
 
 MUST_MATCH = "must_match"
+SCHEDULE_FREE = "schedulefree_adamw"
 
 
 def must_match(default: Any = ...) -> Any:
@@ -66,16 +67,20 @@ class TrainConfig:
 class OptimizerConfig:
     """The rule that turns gradients into updates."""
 
-    name: Literal["adamw", "sgd", "muon"] = must_match("adamw")
-    """Optimizer: adamw (fused), sgd, or muon (matrices by Muon, everything else by AdamW)."""
+    name: Literal["adamw", "sgd", "muon", "lion", "schedulefree_adamw"] = must_match("adamw")
+    """Optimizer: adamw (fused), sgd, muon (matrices by Muon, everything else by AdamW), lion, or
+    schedulefree_adamw (evaluates an average; wants a constant schedule). The last two need
+    `pip install keepstep[optim]`."""
     rate: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.1
     """Weight decay of matrices, decoupled (sgd adds it to the gradient); vectors have none."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW and Lion: decay of the first moment. schedulefree_adamw: share of the average in the
+    weights that are trained."""
     beta2: float = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW: decay of the second moment; its authors' 0.999 for schedulefree_adamw. Lion: decay of
+    its one moment, its authors' 0.99."""
     eps: float = 1e-8
     """AdamW: term added to the denominator."""
     momentum: float = 0.95

@@ -1,4 +1,4 @@
-"""What a config needs of the machine: folders, hooks, a device. Looks only; needs no torch.
+"""What a config needs of the machine: folders, hooks, packages, a device. Looks; needs no torch.
 
 Guarantees: nothing is made, imported or run. What is a problem here would end the run at its
 start; what is not seen here (a hook's own code, a full disk) still can.
@@ -16,16 +16,17 @@ from pathlib import Path
 
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.resolved import checkpoint_folder, run_folder
-from keepstep.config.schema import Config
+from keepstep.config.schema import SCHEDULE_FREE, Config
 
 _NAME_BYTES_MAX = 255
 _TOO_LONG = f"a name in it is longer than {_NAME_BYTES_MAX} bytes"
+_PACKAGES = {"lion": "pytorch_optimizer", SCHEDULE_FREE: "schedulefree"}
 _NO_CUDA_BUILD = re.compile(r"^cuda\b[^=]*= None$.*^hip\b[^=]*= None$", re.M | re.S)
 
 
 def look_around(config: Config) -> list[Problem]:
     """Return what of the machine does not fit a config, each at the path that names it."""
-    found = [*_folders(config), *_hooks(config), *_device(config)]
+    found = [*_folders(config), *_hooks(config), *_optimizer(config), *_device(config)]
     return [Problem(path=path, message=message) for path, message in found]
 
 
@@ -127,6 +128,16 @@ def _top_names(body: list[ast.stmt]) -> set[str]:
                 stored = (n for n in ast.walk(item) if isinstance(n, ast.Name))
                 names |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
     return names
+
+
+def _optimizer(config: Config) -> Iterator[tuple[str, str]]:
+    package = _PACKAGES.get(config.optimizer.name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        yield (
+            "optimizer.name",
+            f"{config.optimizer.name!r} needs the package {package}, which is not installed:"
+            " pip install keepstep[optim]",
+        )
 
 
 def _device(config: Config) -> Iterator[tuple[str, str]]:

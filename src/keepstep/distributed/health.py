@@ -7,6 +7,8 @@ Guarantees:
    collective that nobody will ever answer: the watching thread then leaves by `os._exit`.
 3. That holds too where the process that holds the rendezvous store is frozen, or its host gone:
    a request to it has no deadline, so one thread asks and another one watches the clock.
+4. No rank leaves before every other one that lives has heard how the run ends: with the rank that
+   holds the rendezvous store, its words would go too.
 
 Each rank tells the rendezvous store every second that it is alive and what it is doing, and
 watches the next rank in a ring, so the store has a few requests a second from each. What someone
@@ -20,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,6 +33,11 @@ _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 4.0
 _VERDICT = "verdict"
 _DONE = "done"
+
+
+def _parted(rank: int) -> str:
+    """Return the key that says that a rank needs the others no more."""
+    return f"parted/{rank}"
 
 
 class NoHealth:
@@ -70,7 +78,7 @@ class Health(threading.Thread):
         self._over = threading.Event()
         self._verdict: dict[str, Any] | None = None
         self._found = threading.Event()
-        self._last_seen: tuple[str, float] | None = None
+        self._last_seen: dict[int, tuple[str, float]] = {}
         self._on_lost: Callable[[KeepstepError], None] | None = None
 
     def __enter__(self) -> Self:
@@ -86,11 +94,11 @@ class Health(threading.Thread):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop watching; the others hear that this rank is done and no longer wait for it."""
+        """Stop watching, and part from the others once they need this process no more."""
         self._over.set()
         self.join()
-        # Its last word may find nobody who answers.
-        self._asker.join(self._deadline_seconds)
+        while self._asker.is_alive() and self._silence_of_store() <= self._deadline_seconds:
+            self._asker.join(_BEAT_SECONDS)
 
     def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
         """Call `on_lost(error)` before the process is left because the main thread is blocked."""
@@ -110,6 +118,8 @@ class Health(threading.Thread):
 
     def report(self, error: BaseException, code: int) -> None:
         """Tell the others that this rank fails, and why; the first to report is the cause."""
+        if self._found.is_set():
+            return
         self._decide(
             {
                 "rank": self._rank,
@@ -122,7 +132,7 @@ class Health(threading.Thread):
     def run(self) -> None:
         """Look at the clock until this rank is done or someone is lost."""
         while not self._over.wait(_BEAT_SECONDS):
-            silent = time.monotonic() - self._answered
+            silent = self._silence_of_store()
             if not self._found.is_set() and silent > self._deadline_seconds:
                 self._lose_store(f"has not answered for {silent:.0f} s")
             if self._found.is_set():
@@ -130,18 +140,24 @@ class Health(threading.Thread):
                 return
 
     def _ask(self) -> None:
-        """Beat, watch and listen until this rank is done or someone is lost."""
-        while not self._over.wait(_BEAT_SECONDS):
-            try:
+        """Beat, watch and listen until this rank is done or someone is lost; then part."""
+        try:
+            while not self._found.is_set() and not self._over.wait(_BEAT_SECONDS):
                 self._beat(self.phase)
                 self._watch()
                 self._listen()
-            except RuntimeError as error:
-                self._lose_store(f"is gone ({error})")
-            if self._found.is_set():
-                return
-            self._answered = time.monotonic()
-        self._last_word()
+                self._answered = time.monotonic()
+        except RuntimeError as error:
+            self._lose_store(f"is gone ({error})")
+            return
+        try:
+            self._part()
+        except RuntimeError:
+            # Who held the store has left: nobody is waiting for this rank any more.
+            return
+
+    def _silence_of_store(self) -> float:
+        return time.monotonic() - self._answered
 
     def _lose_store(self, what: str) -> None:
         # It lives in the first rank, or in its launcher.
@@ -149,12 +165,25 @@ class Health(threading.Thread):
         self._verdict = self._lost(0, words, host=self._store_host)
         self._found.set()
 
-    def _last_word(self) -> None:
-        try:
-            self._beat(_DONE)
-        except RuntimeError:
-            # Nobody is left to hear it: the store ended with the last of the others.
-            return
+    def _part(self) -> None:
+        """Say that this rank needs nobody any more; return when no other that lives needs it."""
+        from torch.distributed import DistStoreError
+
+        self._beat(_DONE)
+        self._store.set(_parted(self._rank), "")
+        lost = self._verdict["rank"] if self._verdict and is_loss(self._verdict) else None
+        waiting = [other for other in range(self._size) if other not in (self._rank, lost)]
+        while waiting:
+            try:
+                keys = [_parted(other) for other in waiting]
+                self._store.wait(keys, timedelta(seconds=_BEAT_SECONDS))
+                return
+            except DistStoreError:
+                # Not all have parted yet. One that is silent never will.
+                self._answered = time.monotonic()
+                waiting = [
+                    other for other in waiting if self._hear(other)[1] <= self._deadline_seconds
+                ]
 
     def _beat(self, phase: str) -> None:
         beat = {"time": time.time(), "phase": phase, "host": self._host}
@@ -162,18 +191,21 @@ class Health(threading.Thread):
 
     def _watch(self) -> None:
         other = (self._rank + 1) % self._size
-        key = f"beat/{other}"
-        beat = self._store.get(key).decode() if self._store.check([key]) else "{}"
-        now = time.monotonic()
-        if self._last_seen is None or self._last_seen[0] != beat:
-            self._last_seen = (beat, now)
-        facts = json.loads(beat)
-        silent = now - self._last_seen[1]
+        facts, silent = self._hear(other)
         if facts.get("phase") != _DONE and silent > self._deadline_seconds:
             where = (
                 f"{silent:.0f} s without a sign of life, last in {facts.get('phase', 'start-up')}"
             )
             self._decide(self._lost(other, where, host=facts.get("host", "?")))
+
+    def _hear(self, other: int) -> tuple[dict[str, Any], float]:
+        """Return the last beat of another rank, and how many seconds it has stayed the last."""
+        key = f"beat/{other}"
+        beat = self._store.get(key).decode() if self._store.check([key]) else "{}"
+        now = time.monotonic()
+        if other not in self._last_seen or self._last_seen[other][0] != beat:
+            self._last_seen[other] = (beat, now)
+        return json.loads(beat), now - self._last_seen[other][1]
 
     def _lost(self, rank: int, what: str, *, host: str = "?") -> dict[str, Any]:
         return {"rank": rank, "host": host, "code": Unhealthy.exit_code, "text": what}
@@ -211,10 +243,15 @@ def is_collective_failure(error: BaseException) -> bool:
     return isinstance(error, DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
+def is_loss(verdict: dict[str, Any]) -> bool:
+    """Tell whether a verdict says that a rank is gone, and not that it failed and said so."""
+    return bool(verdict["code"] == Unhealthy.exit_code)
+
+
 def as_error(verdict: dict[str, Any]) -> KeepstepError:
     """Return the error that a verdict stands for."""
     where = f"rank {verdict['rank']} on {verdict['host']}"
-    if verdict["code"] == Unhealthy.exit_code:
+    if is_loss(verdict):
         return Unhealthy(
             f"{where} is lost: {verdict['text']}",
             hint="Run the same command to continue.",

@@ -41,6 +41,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def drop_gathered(model: torch.nn.Module) -> None:
+    """Have the next forward pass gather all weights anew.
+
+    A forward pass without a backward one leaves those of the root module gathered, and the next
+    one would use them, whatever became of the shards.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def reduce_gradients(model: torch.nn.Module, *, now: bool) -> None:
     """Say whether the next backward pass reduces gradients over the ranks.
 

@@ -3,19 +3,44 @@
 A parameter's weight is decayed if it is a matrix (two dimensions or more); norms and biases are
 not. Muon updates the hidden matrices and leaves embeddings, the output layer and everything else
 to an AdamW of its own, so one `Optimizer` may hold two of torch's.
+
+Schedule-free AdamW (Defazio et al. (2024), "The Road Less Scheduled") trains at y and evaluates
+the average x. Outside of `averaged` the model holds y, and so does every checkpoint.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from keepstep.config.schema import OptimizerConfig
+from keepstep.config.schema import SCHEDULE_FREE, OptimizerConfig
 from keepstep.errors import CheckpointDamaged, UsageError
-from keepstep.state.optimizer_state import names_of, restore_state, state_by_name
+from keepstep.state.optimizer_state import (
+    groups_to_come,
+    hyperparameters_of,
+    names_of,
+    restore_state,
+    state_by_name,
+)
 
 _PEAK = "peak_rate"
-_NOT_HYPERPARAMETERS = frozenset({"params", "lr", "param_names"})
+_NOT_SAVED = frozenset({"params", "lr", "param_names"})
+_MOMENTS = {"AdamW": 2, "AdamWScheduleFree": 2, "Lion": 1}
+"""Tensors of a parameter's shape that the first update makes."""
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """What an optimizer has whose weights are others in training than in evaluation."""
+
+    param_groups: list[dict[str, Any]]
+
+    def eval(self) -> None:
+        """Put the averaged weights into the model."""
+
+    def train(self) -> None:
+        """Put the weights that are trained into the model."""
 
 
 class Optimizer:
@@ -30,6 +55,8 @@ class Optimizer:
         for part in self._parts.values():
             for group in part.param_groups:
                 group[_PEAK] = group["lr"]
+            if isinstance(part, Averaging):
+                part.train()
 
     @property
     def rate(self) -> float:
@@ -64,7 +91,7 @@ class Optimizer:
             name: {
                 "kind": type(part).__name__,
                 "state": state_by_name(part, self._names),
-                "groups": [self._hyperparameters(group) for group in part.param_groups],
+                "groups": [self._group(group) for group in part.param_groups],
             }
             for name, part in self._parts.items()
         }
@@ -72,16 +99,16 @@ class Optimizer:
     def bytes_to_come(self) -> int:
         """Return the size of the moments that the first update makes; a fresh optimizer has none.
 
-        AdamW keeps two of each parameter, SGD and Muon one where there is momentum.
+        Frozen parameters get none. SGD and Muon keep one of each other one where there is momentum.
         """
         return sum(
-            (2 if isinstance(part, torch.optim.AdamW) else int(group["momentum"] != 0))
+            (_MOMENTS.get(type(part).__name__) or int(group["momentum"] != 0))
             * parameter.numel()
             * parameter.element_size()
             for part in self._parts.values()
             for group in part.param_groups
             for parameter in group["params"]
-            if not part.state.get(parameter)
+            if parameter.requires_grad and not part.state.get(parameter)
         )
 
     def parameter_of(self, path: str) -> torch.Tensor | None:
@@ -106,14 +133,48 @@ class Optimizer:
             raise CheckpointDamaged(f"the optimizer was {saved_kinds}, and is now {kinds}")
         changes: list[str] = []
         for name, part in self._parts.items():
-            parameters = [p for group in saved[name]["groups"] for p in group["parameters"]]
+            before = saved[name]["groups"]
+            told = {*hyperparameters_of(type(part)), _PEAK, "parameters"}
+            to_come = groups_to_come(
+                part, self._names, before, hyperparameters={*told, *_NOT_SAVED}
+            )
+            parameters = [p for group in before for p in group["parameters"]]
             restore_state(part, self._names, saved[name]["state"], saved_parameters=parameters)
-            groups = [self._hyperparameters(group) for group in part.param_groups]
-            changes += _differences(name, saved[name]["groups"], groups)
+            for group, values in zip(part.param_groups, to_come, strict=True):
+                group.update(values)
+            if isinstance(part, Averaging):
+                _keep_average(part, [group["betas"] for group in before])
+            groups = [self._group(group) for group in part.param_groups]
+            changes += _differences(name, before, groups, keys=told)
         return changes
 
-    def _hyperparameters(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+    @contextmanager
+    def averaged(self, *, before: Callable[[], None]) -> Iterator[None]:
+        """Have the model hold averaged weights, if there are any, and then what it held before.
+
+        ``before`` is called before a weight changes. The weights come back by a copy: the
+        optimizer's own way back rounds, and an evaluation would change what is trained.
+        """
+        parts = [part for part in self._parts.values() if isinstance(part, Averaging)]
+        if not parts:
+            yield
+            return
+        before()
+        parameters = [p for part in parts for group in part.param_groups for p in group["params"]]
+        trained = [parameter.detach().clone() for parameter in parameters]
+        for part in parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.train()
+            with torch.no_grad():
+                for parameter, weights in zip(parameters, trained, strict=True):
+                    parameter.copy_(weights)
+
+    def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in group.items() if key not in _NOT_SAVED}
         return {**kept, "parameters": [self._names[id(p)] for p in group["params"]]}
 
 
@@ -148,6 +209,8 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
             nesterov=config.nesterov,
         )
         return Optimizer({"sgd": sgd}, model=model)
+    if config.name in ("lion", SCHEDULE_FREE):
+        return Optimizer({config.name: _of_a_library(config, parameters)}, model=model)
     return Optimizer({"adamw": _adamw(config, parameters, rate=config.rate)}, model=model)
 
 
@@ -161,6 +224,40 @@ def _adamw(
         eps=config.eps,
         fused=True,
     )
+
+
+def _of_a_library(
+    config: OptimizerConfig, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the extra `optim`, whose packages are imported here only."""
+    made: torch.optim.Optimizer
+    groups, betas = _groups(parameters, config.weight_decay), (config.beta1, config.beta2)
+    if config.name == "lion":
+        from pytorch_optimizer.optimizer.lion import Lion
+
+        made = Lion(groups, lr=config.rate, betas=betas)
+    else:
+        from schedulefree import AdamWScheduleFree
+
+        # Its own warm-up rises as the schedule's does, which the journal tells of.
+        made = AdamWScheduleFree(groups, lr=config.rate, betas=betas, eps=config.eps)
+    return made
+
+
+def _keep_average(part: Averaging, betas: list[tuple[float, float]]) -> None:
+    """Go from the saved y to the y of this config's beta1, at the same average x.
+
+    y lies between z and x by beta1: with another one, the saved y would stand for another average.
+    """
+    now = [group["betas"] for group in part.param_groups]
+    if [beta1 for beta1, _ in now] == [beta1 for beta1, _ in betas]:
+        return
+    for group, saved in zip(part.param_groups, betas, strict=True):
+        group["betas"] = saved
+    part.eval()
+    for group, own in zip(part.param_groups, now, strict=True):
+        group["betas"] = own
+    part.train()
 
 
 def _groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -180,12 +277,14 @@ def _embedding_weights(model: torch.nn.Module) -> set[int]:
     return found | ({id(output.weight)} if output is not None else set())
 
 
-def _differences(part: str, saved: list[Any], now: list[Any]) -> list[str]:
+def _differences(
+    part: str, saved: list[Any], now: list[Any], *, keys: Collection[str]
+) -> list[str]:
     if len(saved) != len(now):
         return [f"{part}: {len(saved)} groups of parameters -> {len(now)}"]
     found: dict[str, None] = {}
     for old, new in zip(saved, now, strict=True):
-        for key in sorted(set(old) | set(new)):
+        for key in sorted((set(old) | set(new)) & set(keys)):
             if old.get(key) != new.get(key):
                 found[f"{part}.{key}: {old.get(key)} -> {new.get(key)}"] = None
     return list(found)

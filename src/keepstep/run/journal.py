@@ -20,6 +20,7 @@ from typing import Any
 from keepstep.errors import KeepstepError
 from keepstep.store.disk import Disk
 from keepstep.store.handles import AppendFile
+from keepstep.store.regular import opened
 
 _BLOCK_BYTES = 1 << 20
 _OF_A_STEP = frozenset({"step", "evaluation", "saved"})
@@ -110,7 +111,7 @@ class SilentJournal(Journal):
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a journal in order; a torn last line is left out."""
-    with path.open("rb") as lines:
+    with opened(path) as lines:
         for line in lines:
             event = _parsed(line)
             if event is not None:
@@ -122,7 +123,7 @@ def _split_behind(path: Path, step: int) -> tuple[int, bytes]:
 
     Read from the end, block by block: a long run's beginning is not looked at.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         position, tail = file.seek(0, os.SEEK_END), b""
         while True:
             end = _end_of_kept(tail, step, from_start=position == 0)
@@ -152,7 +153,7 @@ def _is_torn(path: Path) -> bool:
     """Tell whether a file's last line has no end."""
     if not path.exists():
         return False
-    with path.open("rb") as file:
+    with opened(path) as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
         file.seek(-1, os.SEEK_END)
@@ -173,7 +174,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "kind" in event else None
 

@@ -180,7 +180,7 @@ def _evaluate(task: "Task", state: TrainingState, run: Run) -> dict[str, float] 
     seed_everything(run.config.run.seed, "evaluate", run.layout.data_index, counters.step)
 
     run.group.health.phase = f"the evaluation after step {counters.step}"
-    with autocast(run):
+    with state.averaged(before=run.store.fence), autocast(run):
         found = task.evaluate(state.model, lambda: _stop_agreed(run))
     if found is None:
         return None

@@ -15,7 +15,7 @@ from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
 from keepstep.store.ranks import first
-from keepstep.store.resume import newest_known
+from keepstep.store.standing import newest_known
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task

@@ -198,16 +198,20 @@ class Run:
             must_match=self.identity,
             environment=self.environment,
         )
-        text = f"commit by {self.disk.methods} · room for {room.fits:,} more checkpoints of"
-        text += f" {bytes_text(room.checkpoint_bytes)}"
+        text = f"commit by {self.disk.methods} · room for {room.fits:,} more checkpoint"
+        text += f"{'s' * (room.fits != 1)} of {bytes_text(room.checkpoint_bytes)}"
         if not room.reserved:
             text += " (quotas cannot be looked at here)"
-        if self.config.checkpoint.keep_last_n == 0:
+        config = self.config.checkpoint
+        timed = [n for n in ("keep_every", "keep_hourly", "keep_daily") if getattr(config, n)]
+        if config.keep_last_n == 0:
             text += "; keep_last_n = 0 keeps all"
+        elif timed:
+            text += f"; not counted is what stays by {', '.join(timed)}"
         self.notice("rehearse", text)
         if room.fits < room.wanted:
-            wanted = f"{room.wanted:,} more are to be kept, and only {room.fits:,} fit: make room"
-            self.notice("store", f"{room.folder}: {wanted}")
+            wanted = f"up to {room.wanted:,} more will stand at once, and only {room.fits:,} fit"
+            self.notice("store", f"{room.folder}: {wanted}: make room")
 
     def _captured(self, state: TrainingState) -> dict[str, Any]:
         """Return what is saved: the state, and that of the hooks of the first rank."""
@@ -263,7 +267,7 @@ class Run:
         if path.is_file():
             try:
                 found = json.loads(path.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 # It is written atomically, so this is damage from outside; checkpoints decide.
                 self.notice("run", f"{path} is not JSON ({error}); it is written anew")
                 return None

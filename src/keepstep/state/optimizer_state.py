@@ -5,14 +5,17 @@ Guarantees:
    `load_state_dict` casts it to the parameter's type, which rounds a float32 moment of a bfloat16
    parameter.)
 2. A fresh optimizer, whose state is still empty, gets all of it; no step on made-up gradients runs.
-3. A state without a parameter to go to is an error, and so is a parameter that the saved optimizer
-   did not have.
-4. Hyper-parameters are not restored: the config's win.
+3. A state without a parameter or group to go to is an error, and so is a parameter, or a value of
+   a group, that the saved optimizer did not have.
+4. Hyper-parameters are not restored: the config's win. What else an optimizer keeps in its groups
+   (a count, the sum of weights of an average) is state, and comes back as it was.
 5. What was restored shares no memory with what it came from, and nothing that the optimizer held
    before is left in it. Where it does not fit, the optimizer is as it was.
 """
 
-from collections.abc import Collection, Mapping
+import copy
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,3 +105,54 @@ def restore_state(
     }
     optimizer.state.clear()
     optimizer.state.update(restored)
+
+
+def hyperparameters_of(kind: type[torch.optim.Optimizer]) -> set[str]:
+    """Return the keys of a group that an argument of the constructor sets.
+
+    Any other key holds what the optimizer found on its way. Classes that pass arguments on take
+    them in the constructor of another, so all of a class's are looked at.
+    """
+    makers = [vars(c)["__init__"] for c in kind.__mro__ if "__init__" in vars(c)]
+    return {name for maker in makers for name in inspect.signature(maker).parameters}
+
+
+def groups_to_come(
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    saved: Sequence[Mapping[str, Any]],
+    *,
+    hyperparameters: Collection[str],
+) -> list[dict[str, Any]]:
+    """Return the saved state of each group, for it to be updated with; changes nothing.
+
+    ``saved``: groups, the names of their parameters under ``parameters``. A key that a fresh
+    optimizer does not have is taken too: some make theirs at the first update. CheckpointDamaged
+    where the groups are others, or one of them lacks what a fresh one has.
+    """
+
+    def placed(value: Any, group: Mapping[str, Any], key: str) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        like = group[key] if isinstance(group.get(key), torch.Tensor) else group["params"][0]
+        return value.to(like.device, copy=True)
+
+    groups = optimizer.param_groups
+    held = [set(group) - set(hyperparameters) for group in groups]
+    kept = [set(group) - set(hyperparameters) for group in saved]
+    if not any(held) and not any(kept):
+        return [{} for _ in groups]
+    now = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+    if now != [group["parameters"] for group in saved]:
+        raise CheckpointDamaged(
+            f"{type(optimizer).__name__} keeps state of groups of parameters"
+            f" ({', '.join(sorted(set().union(*held, *kept)))}), and the groups were others",
+            hint="The optimizer or the model's parameters have changed since the checkpoint.",
+        )
+    missing = sorted(set().union(*(a - b for a, b in zip(held, kept, strict=True))))
+    if missing:
+        raise CheckpointDamaged(f"nothing was saved for {missing} of {type(optimizer).__name__}")
+    return [
+        {key: placed(before[key], group, key) for key in keys}
+        for group, before, keys in zip(groups, saved, kept, strict=True)
+    ]

@@ -8,12 +8,14 @@ A thing that is not in this list is silently new after every resume: optimizer m
 zero, a schedule that starts over, a best value that a worse one can take.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keepstep.distributed.shard import drop_gathered
 from keepstep.errors import CheckpointDamaged
 
 if TYPE_CHECKING:
@@ -75,6 +77,16 @@ class TrainingState:
     def moving(self) -> set[str]:
         """Return the names, as captured, of what changes between two updates: the buffers."""
         return {f"model.{name}" for name, _ in self.model.named_buffers()}
+
+    @contextmanager
+    def averaged(self, *, before: Callable[[], None]) -> Iterator[None]:
+        """Have the model hold what is evaluated; afterwards it is bit for bit what it was.
+
+        ``before`` is called before a weight changes.
+        """
+        with self.optimizer.averaged(before=before):
+            yield
+        drop_gathered(self.model)
 
     def load(self, saved: Mapping[str, Any]) -> list[str]:
         """Become the state that was captured; return the optimizer settings that changed since.

@@ -6,10 +6,12 @@ Guarantees:
 2. `fault_in` believes no size and unpacks nothing; torch itself never looks at the CRCs.
 3. `load_archive` runs no code of the file. What `weights_only` lets a file call with a size of
    the file's choice is refused before: it would allocate whatever the file asks for.
+4. Where memory or open files run short, that is the error, and no fault of a file.
 
 The only place that may call `torch.save` and `torch.load`.
 """
 
+import errno
 import struct
 import zipfile
 import zlib
@@ -20,11 +22,12 @@ from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import IO, Any, cast
 
-from keepstep.errors import CheckpointDamaged, SaveFailed, UnsafeState
+from keepstep.errors import CheckpointDamaged, UnsafeState, fault_from
 from keepstep.store.direct import forget
 from keepstep.store.disk import Disk
 from keepstep.store.handles import NewFile
 from keepstep.store.pickled import names_in
+from keepstep.store.regular import opened
 
 # All that `zipfile` says of bytes that are no archive, or not the one that was written.
 _BROKEN = (
@@ -32,6 +35,8 @@ _BROKEN = (
     IndexError, KeyError, OverflowError,
 )  # fmt: skip
 
+_END = b"PK\x05\x06" + bytes(18)
+"""The last record of an archive, of which the signature and the empty comment are known."""
 _ALLOCATING = {"builtins.bytearray", "__builtin__.bytearray", "torch.Tensor"}
 
 
@@ -61,17 +66,17 @@ def write_archive(state: Mapping[str, Any], path: Path, *, disk: Disk) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Read back what was just written; SaveFailed or UnsafeState where it could not be loaded."""
+    """Read back what was just written; OSError where it is something else, which a new attempt may
+    mend, and UnsafeState where no checkpoint may hold it.
+    """
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
-    with path.open("rb") as file:
+    with opened(path) as file:
         fault = fault_in(file)
     if fault is not None:
-        raise SaveFailed(
-            f"{path} is not what was written: {fault}; every older file is as it was",
-            hint="The disk or the memory is at fault. Save to another place.",
-        )
-    with path.open("rb") as file:
+        text = f"what is read back is not what was written: {fault}"
+        raise OSError(errno.EIO, text, str(path))
+    with opened(path) as file:
         unsafe = sorted({*get_unsafe_globals_in_checkpoint(str(path)), *_allocating(file)})
     if unsafe:
         raise UnsafeState(
@@ -87,12 +92,12 @@ def fault_of(path: Path, *, from_disk: bool = False) -> str | None:
     ``from_disk``: the page cache is asked to let the file go first.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             if from_disk:
                 forget(file.fileno())
             return fault_in(file)
     except OSError as error:
-        return str(error)
+        return fault_from(error)
 
 
 def fault_in(file: IO[bytes], *, whole: bool = True) -> str | None:
@@ -117,13 +122,17 @@ def fault_in(file: IO[bytes], *, whole: bool = True) -> str | None:
             heads = [record for record in records if record.filename.endswith("/data.pkl")]
             if not heads:
                 return "it is no checkpoint of torch.save: it has no data.pkl"
+            file.seek(-len(_END), 2)
+            end = file.read()
+            if (end[:4], end[-2:]) != (_END[:4], _END[-2:]):
+                return "bytes stand behind its end"
             if not whole:
                 # A CRC that does not match is raised.
                 archive.read(heads[0])
                 return None
             broken = archive.testzip()
     except _BROKEN as error:
-        return f"it is no whole archive ({error})"
+        return f"it is no whole archive ({fault_from(error)})"
     return None if broken is None else f"the CRC of the record {broken} does not match"
 
 
@@ -145,7 +154,7 @@ def load_archive(
             " again, where you trust it.",
         ) from error
     except (*_BROKEN, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
+        raise CheckpointDamaged(f"{path} cannot be loaded: {fault_from(error)}") from error
 
 
 def _allocating(file: IO[bytes] | str) -> set[str]:

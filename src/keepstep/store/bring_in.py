@@ -13,6 +13,7 @@ import torch
 
 from keepstep.errors import CheckpointDamaged, NotFound, UsageError
 from keepstep.store.export import DCP_INDEX, plain_name, read_dcp, read_pth
+from keepstep.store.regular import opened
 
 _WEIGHTS_NAMES = ("model", "state_dict", "model_state_dict")
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -58,6 +59,8 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    # It opens the file itself.
+    opened(path).close()
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -74,7 +77,8 @@ def _read_hugging_face(folder: Path) -> dict[str, torch.Tensor]:
             hint="Weights in pytorch_model.bin are imported by the name of that file.",
         )
     try:
-        table = dict(json.loads(index.read_bytes())["weight_map"])
+        with opened(index) as file:
+            table = dict(json.load(file)["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"{index} is malformed: {error!r}") from error
     found: dict[str, torch.Tensor] = {}

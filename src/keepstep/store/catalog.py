@@ -4,14 +4,15 @@ A folder holds one layout: where there are folders of checkpoints, its `.pth` fi
 Only those need torch.
 """
 
+import functools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState
+from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState, fault_from
 from keepstep.store.archive import fault_of
-from keepstep.store.file_read import read_facts
+from keepstep.store.file_read import FILES_REMEMBERED, read_facts
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_FILE,
@@ -25,6 +26,7 @@ from keepstep.store.layout import (
     unfinished_name,
 )
 from keepstep.store.manifest import Manifest, read_manifest
+from keepstep.store.regular import opened
 
 _POINTER_BYTES_MAX = 64
 
@@ -89,7 +91,7 @@ def look_at(path: Path, *, aside: bool = False) -> Checkpoint:
     try:
         manifest, fault = read_manifest(path), ""
     except (CheckpointDamaged, OSError) as error:
-        manifest, fault = None, str(error)
+        manifest, fault = None, fault_from(error)
     return Checkpoint(path=path, step=step, manifest=manifest, fault=fault, aside=aside)
 
 
@@ -119,10 +121,12 @@ def pointed_at(path: Path) -> str | None:
     """
     if path.is_symlink():
         return path.readlink().name
-    if not path.is_file() or path.stat().st_size > _POINTER_BYTES_MAX:
+    if not path.is_file():
         return None
-    name = path.read_bytes().decode(errors="replace").rstrip("\n")
-    return name if step_of(name) is not None else None
+    with opened(path) as file:
+        text = file.read(_POINTER_BYTES_MAX + 1)
+    name = text.decode(errors="replace").rstrip("\n")
+    return name if len(text) <= _POINTER_BYTES_MAX and step_of(name) is not None else None
 
 
 def files_in(path: Path) -> list[os.stat_result]:
@@ -130,9 +134,14 @@ def files_in(path: Path) -> list[os.stat_result]:
 
     Frozen weights are one file with a name in each of several checkpoints (`st_nlink`).
     """
-    if path.is_dir():
-        return [file.lstat() for file in path.iterdir()]
-    return [path.lstat()] if path.is_file() else []
+    found = []
+    try:
+        for file in path.iterdir() if path.is_dir() else [path]:
+            found.append(file.lstat())
+    except FileNotFoundError:
+        # Deleted since it was listed: what is gone has no bytes, and the rest goes with it.
+        return found
+    return found
 
 
 def shared_bytes(entry: Checkpoint) -> int:
@@ -152,8 +161,13 @@ def _in_folder(place: Path, *, aside: bool) -> list[Checkpoint]:
     if not place.is_dir():
         return []
     found = [look_at(path, aside=aside) for path in place.iterdir() if _is_folder_name(path.name)]
-    found = [entry for entry in found if entry.step >= 0]
-    return sorted(found or _files_in(place, aside=aside), key=_order)
+    found = [entry for entry in found if entry.step >= 0] or _files_in(place, aside=aside)
+    return sorted((entry for entry in found if not _is_gone(entry)), key=_order)
+
+
+def _is_gone(entry: Checkpoint) -> bool:
+    """Tell whether what looks damaged was deleted while it was looked at."""
+    return entry.manifest is None and not (entry.path.exists() or entry.path.is_symlink())
 
 
 def _is_folder_name(name: str) -> bool:
@@ -171,15 +185,30 @@ def _files_in(place: Path, *, aside: bool) -> list[Checkpoint]:
 
 
 def is_copy(path: Path, entry: Checkpoint) -> bool:
-    """Tell whether a file is another name of a checkpoint, or one of two copies, both whole."""
+    """Tell whether a file is another name of a checkpoint, or one of two copies, both whole.
+
+    A file that has not changed since it was last found whole is not read again.
+    """
     try:
         if path.samefile(entry.path):
             return True
-    except FileNotFoundError:
+        if entry.manifest is None or look_at(path).manifest != entry.manifest:
+            return False
+        return all(_is_whole(one, *_identity(one)) for one in (path, entry.path))
+    except OSError:
+        # What cannot be looked at is no copy; it is listed, with that as its fault.
         return False
-    if entry.manifest is None or look_at(path).manifest != entry.manifest:
-        return False
-    return fault_of(path) is None and fault_of(entry.path) is None
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
+# Where there are no links each save asks this of every copy, and it reads all of a file.
+@functools.lru_cache(maxsize=FILES_REMEMBERED)
+def _is_whole(path: Path, *_identity: int) -> bool:
+    return fault_of(path) is None
 
 
 def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:
@@ -197,7 +226,7 @@ def _look_at_file(path: Path, *, aside: bool) -> Checkpoint:
     except (CheckpointDamaged, UnsafeState) as error:
         fault = error.message
     except OSError as error:
-        fault = str(error)
+        fault = fault_from(error)
     step = -1 if step is None else step
     return Checkpoint(
         path=path, step=step, manifest=None, fault=fault, aside=aside, of_a_run=of_a_run

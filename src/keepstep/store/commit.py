@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.errors import CheckpointDamaged, KeepstepError, SaveAbandoned
 from keepstep.store.catalog import is_hidden, look_at, pointed_at
 from keepstep.store.disk import Disk
+from keepstep.store.facts import is_same_run, manifest_of, told_of
 from keepstep.store.layout import (
     ASIDE_NAME,
     BEST_NAME,
@@ -40,7 +41,6 @@ from keepstep.store.layout import (
     unfinished_name,
 )
 from keepstep.store.manifest import (
-    Best,
     Facts,
     Manifest,
     file_from_data,
@@ -48,6 +48,7 @@ from keepstep.store.manifest import (
     to_bytes,
 )
 from keepstep.store.ranks import Ranks, first, require_alike, together
+from keepstep.store.regular import opened
 
 _NAME_BYTES_MAX = 64
 
@@ -101,7 +102,7 @@ def commit(
         on_event("set_aside", name=step_name(facts.step), new_name=told["aside"])
     if ranks.rank == 0:
         return made[0], told["new"]
-    return _manifest(facts, told, files=(), tensors=(), plain=None), told["new"]
+    return manifest_of(facts, told), told["new"]
 
 
 def begin(folder: Path, facts: Facts, disk: Disk) -> str:
@@ -170,7 +171,7 @@ def _make_visible(
         "aside": "",
         "method": str(disk.methods),
     }
-    manifest = _manifest(
+    manifest = manifest_of(
         facts,
         told,
         files=[file_from_data(entry) for one in written for entry in one["files"]],
@@ -180,12 +181,14 @@ def _make_visible(
     disk.sync_folder(staging)
     disk.replace_file(staging / MANIFEST_NAME, to_bytes(manifest))
     standing = look_at(final).manifest
-    if standing is not None and _is_same(standing, manifest):
+    if (
+        standing is not None
+        and is_same_run(standing, manifest)
+        and standing.content_digest() == manifest.content_digest()
+    ):
         disk.remove_tree(staging)
         disk.sync_folder(staging.parent)
-        best = None if standing.best is None else asdict(standing.best)
-        there = {"time": standing.time, "sequence": standing.sequence, "best": best}
-        return standing, {**told, **there, "new": False}
+        return standing, {**told, **told_of(standing)}
     if staging != final and _is_there(final):
         told["aside"] = _replace(staging, final, disk)
     else:
@@ -214,7 +217,7 @@ def _replace(staging: Path, final: Path, disk: Disk) -> str:
             " nothing was changed",
             hint="Save under another step, or move that folder away.",
         )
-    place = _free_aside(final, disk)
+    place = free_aside(final, disk)
     disk.rename(staging, place)
     try:
         disk.sync_folder(place.parent)
@@ -266,7 +269,7 @@ def point_links(folder: Path, *, latest: int | None, best: int | None, disk: Dis
 def set_aside(path: Path, *, disk: Disk) -> str:
     """Move a checkpoint to `aside/`, durably; return its new name there."""
     if disk.methods.commit == "rename" or path.is_symlink() or not path.is_dir():
-        target = _free_aside(path, disk)
+        target = free_aside(path, disk)
         disk.rename(path, target)
     else:
         target = _move_files(path, disk)
@@ -285,7 +288,7 @@ def _move_files(path: Path, disk: Disk) -> Path:
     if _is_there(note):
         target = path.parent / ASIDE_NAME / _name_in(note)
     else:
-        target = _free_aside(path, disk)
+        target = free_aside(path, disk)
         disk.replace_file(note, target.name.encode())
     disk.make_folders(target)
     for inner in sorted(path.iterdir()):
@@ -299,10 +302,10 @@ def _move_files(path: Path, disk: Disk) -> Path:
 
 
 def _name_in(note: Path) -> str:
-    """Return where a move goes on to: a name that only `_free_aside` can have given this folder."""
+    """Return where a move goes on to: a name that only `free_aside` can have given this folder."""
     text = ""
-    if note.is_file() and not note.is_symlink():
-        with note.open("rb") as file:
+    if note.is_file():
+        with opened(note) as file:
             text = file.read(_NAME_BYTES_MAX).decode(errors="replace")
     if plain_name(text) != note.parent.name:
         raise CheckpointDamaged(
@@ -312,7 +315,7 @@ def _name_in(note: Path) -> str:
     return text
 
 
-def _free_aside(path: Path, disk: Disk) -> Path:
+def free_aside(path: Path, disk: Disk) -> Path:
     """Return a path in `aside/` that nothing has yet: the name itself, or one with a number."""
     aside = path.parent / ASIDE_NAME
     disk.make_folders(aside)
@@ -368,29 +371,3 @@ def _write(
         "tensors": [asdict(entry) for entry in tensors],
         "state": snapshot.digest(),
     }
-
-
-def _manifest(
-    facts: Facts, told: dict[str, Any], *, files: Any, tensors: Any, plain: Any
-) -> Manifest:
-    known = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
-    known["sequence"] = told["sequence"]
-    known["best"] = None if told["best"] is None else Best(**told["best"])
-    return Manifest(
-        **known,
-        time=told["time"],
-        world_size=told["world_size"],
-        commit_method=told["method"],
-        files=tuple(files),
-        tensors=tuple(tensors),
-        plain=plain,
-    )
-
-
-def _is_same(standing: Manifest, new: Manifest) -> bool:
-    """Tell whether the standing checkpoint holds this very state of this very run."""
-    return (
-        standing.run_id == new.run_id
-        and standing.content_digest() == new.content_digest()
-        and standing.must_match == new.must_match
-    )

@@ -18,6 +18,7 @@ from keepstep.errors import CheckpointDamaged, UsageError
 from keepstep.store.catalog import Checkpoint
 from keepstep.store.manifest import Manifest, Piece, TensorEntry, digest_of
 from keepstep.store.plain import TensorReference, decode
+from keepstep.store.regular import opened
 
 _STATE_FIELDS = frozenset({"files", "tensors", "plain", "format_version", "commit_method"})
 _MISSING = "(not there)"
@@ -149,7 +150,7 @@ def _raw(folder: Path, entry: TensorEntry) -> npt.NDArray[np.uint8]:
 
 
 def _read_piece(folder: Path, entry: TensorEntry, piece: Piece) -> bytes:
-    with (folder / piece.file).open("rb") as file:
+    with opened(folder / piece.file) as file:
         file.seek(piece.start)
         data = file.read(piece.end - piece.start)
     if digest_of(data) != piece.digest:

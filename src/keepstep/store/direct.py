@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from keepstep.store.regular import open_regular
+
 BLOCK_BYTES = 4096
 """What offsets, lengths and addresses are multiples of; devices ask for 512 or 4,096."""
 WRITE_BYTES = 2 << 20
@@ -103,7 +105,7 @@ class Reader:
     def __init__(self, path: Path, *, from_disk: bool = False) -> None:
         self._from_disk = from_disk
         self._own = threading.local()
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = open_regular(path)
         large = os.fstat(self._descriptor).st_size >= READ_BYTES
         self._direct = (from_disk or (large and not is_in_memory(self._descriptor))) and set_direct(
             self._descriptor

@@ -20,6 +20,7 @@ from pathlib import Path
 from keepstep.store.direct import BLOCK_BYTES, set_direct, write_blocks
 from keepstep.store.layout import temporary_name
 from keepstep.store.methods import Methods
+from keepstep.store.regular import open_regular
 
 _LARGE_BYTES = 1 << 20
 """Files below this are written at once, through the page cache: that costs less than a thread."""
@@ -54,7 +55,8 @@ class Disk:
     def open_for_append(self, path: Path) -> int:
         """Open a file to write at its end, creating it where it is missing."""
         self.operation("open_for_append", path)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        # O_NONBLOCK: a pipe planted under our name must not be waited for.
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
 
     def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
         """Write all of `data`; the kernel may take it in several parts."""
@@ -149,9 +151,11 @@ class Disk:
         self.operation("allocate", path)
         libc = ctypes.CDLL(None, use_errno=True)
         size = ctypes.c_int64(count)
-        if libc.fallocate64(descriptor, 0, ctypes.c_int64(0), size) != 0:
+        while libc.fallocate64(descriptor, 0, ctypes.c_int64(0), size) != 0:
             code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(path))
+            # Python asks again by itself only for calls of its own; its handler has run by now.
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code), str(path))
 
     # Built from the primitives.
 
@@ -299,7 +303,7 @@ class Disk:
 
     def sync_file(self, path: Path) -> None:
         """Make the bytes of a file that something else has written durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = open_regular(path, flags=os.O_NOFOLLOW)
         try:
             self.sync(descriptor, path)
         finally:

@@ -26,6 +26,7 @@ from keepstep.store.archive import fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
 from keepstep.store.layout import temporary_name
 from keepstep.store.pickled import require_modest
+from keepstep.store.regular import opened
 from keepstep.store.tensors import take_apart, write_tensors
 
 DCP_INDEX = ".metadata"
@@ -165,7 +166,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
     path = folder / DCP_INDEX
     try:
-        pickled = path.read_bytes()
+        with opened(path) as file:
+            pickled = file.read()
         require_modest(pickled)
         index = _DcpIndex(io.BytesIO(pickled)).load()
         if not isinstance(index, Metadata):

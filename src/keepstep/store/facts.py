@@ -3,12 +3,12 @@
 import json
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from keepstep.errors import UnsafeState
-from keepstep.store.manifest import Manifest
+from keepstep.store.manifest import Best, Facts, Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +93,34 @@ def table_of(what: str, table: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise UnsafeState(f"{what} holds what JSON cannot: {error}") from error
     return plain
+
+
+def manifest_of(
+    facts: Facts, told: dict[str, Any], *, files: Any = (), tensors: Any = (), plain: Any = None
+) -> Manifest:
+    """Return the manifest of a save: what is known before it, and what the first rank told."""
+    known = {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+    known["sequence"] = told["sequence"]
+    known["best"] = None if told["best"] is None else Best(**told["best"])
+    return Manifest(
+        **known,
+        time=told["time"],
+        world_size=told["world_size"],
+        commit_method=told["method"],
+        files=tuple(files),
+        tensors=tuple(tensors),
+        plain=plain,
+    )
+
+
+def told_of(standing: Manifest) -> dict[str, Any]:
+    """Return what the other ranks hear where the state is committed already."""
+    best = None if standing.best is None else asdict(standing.best)
+    return {
+        "time": standing.time, "sequence": standing.sequence, "best": best, "new": False
+    }  # fmt: skip
+
+
+def is_same_run(standing: Manifest, new: Manifest) -> bool:
+    """Tell whether a standing checkpoint is of this run and config; its state is not looked at."""
+    return standing.run_id == new.run_id and standing.must_match == new.must_match

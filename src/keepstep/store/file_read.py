@@ -17,20 +17,35 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import CheckpointDamaged, NotOfARun, UnsafeState
 from keepstep.store.archive import fault_in, load_archive
-from keepstep.store.manifest import FileEntry, Manifest, TensorEntry, from_bytes, to_bytes
+from keepstep.store.manifest import (
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    digest_of,
+    from_bytes,
+    to_bytes,
+)
+from keepstep.store.regular import opened
 from keepstep.store.single_file import load_checkpoint
 
 if TYPE_CHECKING:
     from keepstep.store.shards import Place
 
 FACTS_KEY = "keepstep"
-_FILES_REMEMBERED = 1024
+FILES_REMEMBERED = 1024
+
+
+def check_keys(state: Mapping[str, Any]) -> None:
+    """Raise UnsafeState where a state has our key at its top."""
+    if FACTS_KEY in state:
+        raise UnsafeState(
+            f"the state has a key {FACTS_KEY!r}, where one file holds the facts of the save",
+            hint="Give it another name, or save in folders.",
+        )
 
 
 def with_facts(state: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """Return what a file of that state holds; UnsafeState where the state has our key."""
-    if FACTS_KEY in state:
-        raise UnsafeState(f"the state has a key {FACTS_KEY!r}, where the facts of the save stand")
+    """Return what a file of that state holds."""
     return {**state, FACTS_KEY: json.loads(to_bytes(manifest))}
 
 
@@ -45,7 +60,7 @@ def read_facts(path: Path) -> Manifest:
 
     The bytes of the tensors are not read.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         fault = fault_in(file, whole=False)
         found = os.fstat(file.fileno())
     if fault is not None:
@@ -54,7 +69,7 @@ def read_facts(path: Path) -> Manifest:
 
 
 # Each save looks at all of them, and unpickling takes milliseconds a file.
-@functools.lru_cache(maxsize=_FILES_REMEMBERED)
+@functools.lru_cache(maxsize=FILES_REMEMBERED)
 def _facts_of(path: Path, _device: int, _inode: int, _changed: int, size: int) -> Manifest:
     # Mapped: of the tensors, only names and shapes are wanted.
     content = load_archive(str(path), path, map_location="cpu", mmap=True)
@@ -71,6 +86,18 @@ def _facts_of(path: Path, _device: int, _inode: int, _changed: int, size: int) -
     if not manifest.is_file:
         raise CheckpointDamaged("its facts are those of a folder")
     return sized(manifest, size)
+
+
+def state_digest(path: Path) -> str:
+    """Return the digest of the state in a whole file: equal for equal states, whenever saved."""
+    from keepstep.store.tensors import bytes_of, take_apart
+
+    # Mapped: one tensor at a time is in memory.
+    content = load_archive(str(path), path, map_location="cpu", mmap=True)
+    del content[FACTS_KEY]
+    snapshot = take_apart(content)
+    tensors = [digest_of(bytes_of(part.local)) for part in snapshot.parts.values()]
+    return digest_of(json.dumps([snapshot.digest(), tensors]).encode())
 
 
 def _too_deep() -> CheckpointDamaged:

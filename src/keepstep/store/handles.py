@@ -6,7 +6,6 @@ small pieces are gathered.
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from keepstep.store.disk import GATHER_BYTES, Disk
@@ -37,12 +36,7 @@ class AppendFile:
         """Return the file itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the file."""
         self.close()
 
@@ -84,12 +78,7 @@ class NewFile:
         """Return the file itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Make the bytes durable and close; after an error only close."""
         try:
             if error is None:

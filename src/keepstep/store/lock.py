@@ -97,7 +97,7 @@ class FolderLock:
 def _read_holder(descriptor: int) -> dict[str, Any]:
     try:
         words = json.loads(os.pread(descriptor, 65536, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return words if isinstance(words, dict) else {}
 

@@ -13,9 +13,11 @@ Invariants, checked on the way out and on the way in:
    damaged, so that a checkpoint that is whole is found behind it.
 """
 
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,6 +28,7 @@ import xxhash
 from keepstep.errors import CheckpointDamaged
 from keepstep.store.layout import MANIFEST_NAME, file_name, is_data_name, step_name, step_of
 from keepstep.store.plain import is_too_deep
+from keepstep.store.regular import opened
 
 FORMAT_VERSION = 1
 FILE_METHOD = "file"
@@ -40,6 +43,8 @@ _HEADER_BYTES_MAX = 1 << 30
 """A header has some 100 bytes a tensor; it is read as a whole too."""
 _AXES_MAX = 64
 """Torch's own limit."""
+_CORNERS_MAX = 1 << 22
+"""A tensor of a million pieces, cut along two axes, has 64 TB."""
 _COUNT_MAX = 2**63 - 1
 _TIME_MAX = 253402300799
 """The last second of the year 9999, beyond which no date can be shown."""
@@ -172,12 +177,12 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
     head, separator, tail = text.rpartition(_DIGEST_KEY)
     body = head + b"}"
     if not separator or tail != digest_of(body).encode() + b'"}\n':
-        raise CheckpointDamaged(f"{MANIFEST_NAME} does not match its own digest")
+        raise CheckpointDamaged("the manifest does not match its own digest")
     try:
         data = json.loads(body, parse_float=_finite, parse_constant=_finite)
         if data.get("format_version") != FORMAT_VERSION:
             raise CheckpointDamaged(
-                f"{MANIFEST_NAME} has format version {data.get('format_version')!r};"
+                f"the manifest has format version {data.get('format_version')!r};"
                 f" this version of keepstep reads {FORMAT_VERSION}"
             )
         manifest = _from_data(data)
@@ -192,9 +197,9 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
         OverflowError,
         RecursionError,
     ) as error:
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {error}") from error
+        raise CheckpointDamaged(f"the manifest is malformed: {error}") from error
     if folder_name is not None and step_of(folder_name) != manifest.step:
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is that of step {manifest.step}")
+        raise CheckpointDamaged(f"the manifest is that of step {manifest.step}")
     return manifest
 
 
@@ -210,9 +215,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{MANIFEST_NAME} is missing")
     if path.stat().st_size > _MANIFEST_BYTES_MAX:
         raise CheckpointDamaged(f"{MANIFEST_NAME} has an absurd size")
-    # What was set aside may carry a suffix behind a dot, where its name was taken.
-    manifest = from_bytes(path.read_bytes(), folder_name=folder.name.partition(".")[0])
-    _require(not manifest.is_file, "it is that of a single file")
+    try:
+        with opened(path) as file:
+            # What was set aside may carry a suffix behind a dot, where its name was taken.
+            manifest = from_bytes(file.read(), folder_name=folder.name.partition(".")[0])
+        _require(not manifest.is_file, "it is that of a single file")
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{MANIFEST_NAME}: {error.message}") from error
     for entry in manifest.files:
         data_path = folder / entry.name
         if data_path.is_symlink() or not data_path.is_file():
@@ -301,23 +310,27 @@ def _require_tiling(tensor: TensorEntry) -> None:
         _require(inside, f"a piece of {name} lies outside the tensor")
         covered += math.prod(piece.shape)
     _require(covered == math.prod(tensor.shape), f"the pieces of {name} do not cover it")
-    _require(not _overlap(tensor.pieces), f"pieces of {name} overlap")
+    _require_apart(tensor)
 
 
-def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Tell whether two pieces have an element in common, by a sweep along the first axis."""
-    beside: list[Piece] = []
-    filled = [piece for piece in pieces if math.prod(piece.shape)]
-    for piece in sorted(filled, key=lambda p: p.offset):
-        if beside and not piece.shape:
-            return True
-        beside = [b for b in beside if b.offset[0] + b.shape[0] > piece.offset[0]]
-        for other in beside:
-            axes = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in axes):
-                return True
-        beside.append(piece)
-    return False
+def _require_apart(tensor: TensorEntry) -> None:
+    """Hold pieces that have as many elements as the tensor to share none: each is in one piece.
+
+    By their corners, each with its sign: a sum of boxes is the whole if and only if all corners
+    but the whole's cancel. That costs 2^axes a piece, of those axes that are cut; pairs, a square.
+    """
+    whole = tuple(0 for _ in tensor.shape), tensor.shape
+    boxes = [(p.offset, p.shape) for p in tensor.pieces if math.prod(p.shape)]
+    sizes = enumerate(tensor.shape)
+    axes = [axis for axis, size in sizes if any(shape[axis] != size for _, shape in boxes)]
+    _require(len(boxes) << len(axes) <= _CORNERS_MAX, f"{tensor.name} is cut too finely")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (offset, shape) in [(-1, whole), *((1, box) for box in boxes)]:
+        ends = [((offset[axis], 1), (offset[axis] + shape[axis], -1)) for axis in axes]
+        for corner in itertools.product(*ends):
+            place = tuple(position for position, _ in corner)
+            corners[place] += sign * math.prod(side for _, side in corner)
+    _require(not boxes or not any(corners.values()), f"pieces of {tensor.name} overlap")
 
 
 def _require_every_byte(manifest: Manifest) -> None:
@@ -365,7 +378,7 @@ def _require_digest(text: Any) -> None:
 def _require(holds: bool, what: str) -> None:
     # A statement of its own and no assert, because `python -O` removes those.
     if not holds:
-        raise CheckpointDamaged(f"{MANIFEST_NAME} is malformed: {what}")
+        raise CheckpointDamaged(f"the manifest is malformed: {what}")
 
 
 def _finite(text: str) -> float:

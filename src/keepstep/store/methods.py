@@ -1,11 +1,19 @@
 """How commits are made on a file system, by what that can do; `probe.py` finds it out."""
 
+import errno
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from keepstep.errors import UsageError
 
 CommitMethod = Literal["rename", "manifest-last"]
+NO_LINKS = frozenset({errno.EPERM, errno.EACCES, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What file systems say that have no hard links, or none from there to here."""
+
+
+def refuses_links(error: OSError) -> bool:
+    """Tell whether a hard link failed where a copy may not: no links, or no more of this file."""
+    return error.errno in NO_LINKS or error.errno == errno.EMLINK
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from keepstep.store.catalog import Checkpoint, look_at
 from keepstep.store.disk import Disk
 from keepstep.store.layout import PINS_LOCK_NAME, PINS_NAME
 from keepstep.store.manifest import Manifest
+from keepstep.store.regular import opened
 
 Identity = tuple[str, int, float]
 Pins = dict[Identity, str]
@@ -53,7 +54,8 @@ def read_pins(folder: Path) -> Pins:
     """Return the pins of a folder of checkpoints; CheckpointDamaged where they cannot be read."""
     path = folder / PINS_NAME
     try:
-        text = path.read_bytes()
+        with opened(path) as file:
+            text = file.read()
     except FileNotFoundError:
         return {}
     try:
@@ -64,7 +66,7 @@ def read_pins(folder: Path) -> Pins:
             (str(p["run_id"]), int(p["sequence"]), float(p["time"])): str(p["name"])
             for p in data["pinned"]
         }
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(
             f"{path} cannot be read: {error!r}",
             hint="Nothing is deleted until it is mended. Remove it, and pin again what shall stay.",

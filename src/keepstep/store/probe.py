@@ -29,12 +29,13 @@ as one of each file in it, and those are too many."""
 def probe(
     folder: Path,
     disk: Disk,
-    wanted: Literal["auto"] | CommitMethod = "auto",
+    wanted: Literal["auto", "file"] | CommitMethod = "auto",
     on_event: Callable[..., None] = lambda _event, **_facts: None,
 ) -> None:
     """Have `disk` use the methods that work in `folder`; CannotSave where none is safe there.
 
-    ``wanted``: the method of the commit, or auto for the best that works. ``on_event`` hears
+    ``wanted``: the method of the commit, or auto for the best that works; file: checkpoints are
+    single files, which need neither folders that can be renamed nor links. ``on_event`` hears
     `methods` where they are not the usual ones, with the reason, and `housekeeping_failed`.
     """
     place = folder / probe_name()
@@ -53,7 +54,7 @@ def probe(
         on_event("methods", methods=str(disk.methods), why=_why(disk.methods, wanted))
 
 
-def _why(methods: Methods, wanted: Literal["auto"] | CommitMethod) -> str:
+def _why(methods: Methods, wanted: str) -> str:
     reasons = []
     if methods.commit == "manifest-last":
         asked = wanted == "manifest-last"
@@ -64,7 +65,7 @@ def _why(methods: Methods, wanted: Literal["auto"] | CommitMethod) -> str:
     return ", and ".join(reasons)
 
 
-def _try(place: Path, disk: Disk, wanted: Literal["auto"] | CommitMethod) -> Methods:
+def _try(place: Path, disk: Disk, wanted: str) -> Methods:
     inner, old, new = place / "inner", place / "old", place / "new"
     disk.make_folder(inner)
     # Not empty: some can rename empty folders only.
@@ -77,6 +78,8 @@ def _try(place: Path, disk: Disk, wanted: Literal["auto"] | CommitMethod) -> Met
             f" ({os.strerror(refusal)}), and without that no save is safe",
             hint="Choose a folder on another file system.",
         )
+    if wanted == "file":
+        return Methods()
     if wanted != "manifest-last":
         refusal = _refusal(lambda: disk.rename(inner, place / "renamed"))
         if refusal is not None and wanted == "rename":

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -26,6 +25,7 @@ from keepstep.errors import CheckpointDamaged
 from keepstep.store.direct import Reader
 from keepstep.store.manifest import Manifest, Piece, TensorEntry, digest_of
 from keepstep.store.plain import TensorReference, decode
+from keepstep.store.regular import opened
 from keepstep.store.shards import Place, Region
 from keepstep.store.tensors import DTYPES, bytes_in, bytes_of, narrowed
 
@@ -88,7 +88,7 @@ def _names_in(value: Any) -> Iterable[str]:
 def _check_headers(folder: Path, manifest: Manifest) -> None:
     """Compare each data file's header with its digest; CheckpointDamaged names the file."""
     for entry in manifest.files:
-        with (folder / entry.name).open("rb") as file:
+        with opened(folder / entry.name) as file:
             if digest_of(file.read(entry.header_end)) != entry.header_digest:
                 raise CheckpointDamaged(f"the header of {entry.name} does not match its digest")
 
@@ -136,12 +136,7 @@ class _Files:
         """Return the files themselves."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files, when no thread reads them any more."""
         self.pool.shutdown(cancel_futures=True)
         for reader in self._readers.values():

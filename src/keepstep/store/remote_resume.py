@@ -18,7 +18,8 @@ from keepstep.store.line import Line
 from keepstep.store.manifest import Best, FileEntry, Manifest, digest_of
 from keepstep.store.ranks import OneRank, Ranks, first
 from keepstep.store.remote_commit import Remote, Tell
-from keepstep.store.resume import Whole, look_together
+from keepstep.store.resume import Whole
+from keepstep.store.standing import look_together
 from keepstep.store.verify import faults_in
 
 _PART_BYTES = 64 << 20
@@ -75,7 +76,7 @@ class Homecoming:
         self._tried.clear()
         here = [e.manifest for e in found if e.manifest and step in (None, e.manifest.step)]
         if self._fetch_newer(max((m.sequence for m in here), default=0), step=step):
-            found = look_together(self._folder, self._ranks)
+            found = look_together(self._folder, self._ranks, files=False)
         while found:
             try:
                 whole = pick(found)
@@ -86,7 +87,7 @@ class Homecoming:
                 skipped = whole[3]
                 if not skipped or not self._fetch_newer(whole[1].sequence, step=step):
                     return self._with_best(found, whole[1].best), whole
-            found = look_together(self._folder, self._ranks)
+            found = look_together(self._folder, self._ranks, files=False)
         first(self._ranks, "remote: nothing", lambda: self._require_nothing(step))
         return found, None
 

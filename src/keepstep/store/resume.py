@@ -10,9 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, OtherRun, UsageError
+from keepstep.errors import (
+    CheckpointDamaged,
+    KeepstepError,
+    NotFound,
+    OtherRun,
+    UsageError,
+    is_shortage,
+)
 from keepstep.store.archive import fault_of
-from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
+from keepstep.store.catalog import Checkpoint
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
@@ -21,6 +28,7 @@ from keepstep.store.line import Line
 from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
 from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.standing import look_together
 
 if TYPE_CHECKING:
     from keepstep.store.remote_resume import Homecoming
@@ -80,7 +88,7 @@ def find(
         run_id=run_id,
     )
     pick = partial(choose, step=step, ranks=ranks, like=like)
-    found = look_together(folder, ranks)
+    found = look_together(folder, ranks, files=files)
     if home is not None:
         home.check(found, check)
         ready()
@@ -89,60 +97,6 @@ def find(
     whole = pick(found) if found else None
     ready()
     return found, whole
-
-
-def look_together(folder: Path, ranks: Ranks) -> list[Checkpoint]:
-    """Return the checkpoints in the order of their commits, as the first rank finds them.
-
-    Raises where another rank sees something else under these names: the folder is not shared, or
-    its host has not heard of the newest yet.
-    """
-    if ranks.size == 1:
-        return checkpoints_in(folder)
-    names: list[str] = first(
-        ranks, "restore: list", lambda: [entry.name for entry in checkpoints_in(folder)]
-    )
-    found = [look_at(folder / name) for name in names]
-    seen = [
-        [entry.manifest.run_id, entry.manifest.sequence, entry.manifest.content_digest()]
-        if entry.manifest is not None
-        else None
-        for entry in found
-    ]
-    views = ranks.gather(seen, what="restore: compare")
-    for rank, view in enumerate(views):
-        differing = [name for name, a, b in zip(names, views[0], view, strict=True) if a != b]
-        if differing:
-            raise KeepstepError(
-                f"rank {rank} does not see the same as rank 0 in {folder}: {', '.join(differing)}",
-                hint="All ranks need the same folder: put it on a shared file system.",
-            )
-    return found
-
-
-def _everywhere(folder: Path, home: "Homecoming | None") -> list[Checkpoint]:
-    return checkpoints_in(folder) + (home.look() if home is not None else [])
-
-
-def newest_known(folder: Path, home: "Homecoming | None") -> Manifest | None:
-    """Return the newest manifest of folder and remote, as this rank sees them, whole or not."""
-    known = [entry.manifest for entry in _everywhere(folder, home) if entry.manifest is not None]
-    return max(known, key=lambda manifest: manifest.sequence, default=None)
-
-
-def next_sequence(folder: Path) -> int:
-    """Return a number that no checkpoint in the folder ever had, also in `aside/`."""
-    found = checkpoints_in(folder, aside=True)
-    return 1 + max((entry.manifest.sequence for entry in found if entry.manifest), default=0)
-
-
-def require_none(folder: Path, home: "Homecoming | None") -> None:
-    """Raise UsageError where a session would save beside checkpoints that it never looked at."""
-    if _everywhere(folder, home):
-        raise UsageError(
-            f"{folder}, or its remote, holds checkpoints, and this session has not looked at them",
-            hint="Call restore() before the first save, or choose an empty folder.",
-        )
 
 
 def check_choice(
@@ -213,6 +167,9 @@ def choose(
             skipped.append(Skipped(name=entry.name, fault=fault))
         elif whole is None:
             state, fault = _read_together(entry, ranks, read)
+            if not fault and skipped and skipped[-1].name == entry.manifest.name:
+                instead = f"{skipped[-1].fault}; its copy {entry.name} is whole and takes its place"
+                skipped[-1] = Skipped(name=skipped[-1].name, fault=instead)
             if fault:
                 skipped.append(Skipped(name=entry.name, fault=fault))
             else:
@@ -239,15 +196,33 @@ def _has(copy: Checkpoint, found: Sequence[Checkpoint]) -> bool:
 def _read_together(
     entry: Checkpoint, ranks: Ranks, read: Callable[[Path, Manifest], dict[str, Any]]
 ) -> tuple[dict[str, Any], str]:
-    """Return the state, or the fault that any rank found."""
-    assert entry.manifest is not None, "only a checkpoint with a manifest is read"
+    """Return the state, or the fault that any rank found; any other error is that of all ranks.
+
+    For lack of memory nothing is passed over: an older checkpoint would be taken for the newest.
+    """
+    manifest = entry.manifest
+    assert manifest is not None, "only a checkpoint with a manifest is read"
     state: dict[str, Any] = {}
-    fault = ""
-    try:
-        state = read(entry.path, entry.manifest)
-    except (CheckpointDamaged, OSError) as error:
-        fault = str(error)
-    return state, next(filter(None, ranks.gather(fault, what="restore: read")), "")
+
+    def read_here() -> str:
+        try:
+            state.update(read(entry.path, manifest))
+        except CheckpointDamaged as error:
+            # Without its hint: what is done about it is what happens here.
+            return error.message
+        except (OSError, MemoryError, RuntimeError) as error:
+            if is_shortage(error):
+                raise KeepstepError(
+                    f"{entry.path} could not be read, which is no fault of it: {error!r}",
+                    hint="No older one is taken for it. Make memory free, or raise the limit on"
+                    " open files (`ulimit -n`), then run the same command.",
+                ) from error
+            if not isinstance(error, OSError):
+                raise
+            return str(error)
+        return ""
+
+    return state, next(filter(None, together(ranks, "restore: read", read_here)), "")
 
 
 def _check_one_run(found: Sequence[Checkpoint], *, folder: Path, run_id: str | None) -> None:

@@ -1,6 +1,7 @@
 """Which checkpoints to keep: a pure function of the manifests and the policy.
 
-Guarantees: the order is that of the commits, never of names, steps or times. What is newest,
+Guarantees: the order is that of the commits, never of names, steps or times; a file and its copies
+are one checkpoint, and count once. What is newest,
 best, pinned, a milestone, or on a step to be kept for ever is always kept. Hours and days are
 those of the manifests' times in UTC, whole ones; within one, the newest by the order of commits
 stays. What is dated later than `now`, because a clock was set back, is kept as if it were not.
@@ -33,6 +34,15 @@ class Retention:
                     f"{item.name} is {getattr(self, item.name)}; it cannot be negative"
                 )
 
+    def at_once(self, *, judged: bool) -> int:
+        """Return how many checkpoints stand at once at the most; 0 where all are kept.
+
+        The last, the best where none of them is among the last, and the one that is being written.
+        Not counted is what only comes with time. ``judged``: whether a metric decides a best.
+        """
+        best = max(1, self.keep_best_n) if judged else 0
+        return self.keep_last_n + best + 1 if self.keep_last_n else 0
+
 
 def reasons_to_keep(
     manifests: Sequence[Manifest],
@@ -46,7 +56,8 @@ def reasons_to_keep(
 
     ``best``: the sequence of the best so far. ``now``: the time, in seconds since 1970.
     """
-    ordered = sorted(manifests, key=lambda manifest: manifest.sequence)
+    once = {manifest.sequence: manifest for manifest in manifests}
+    ordered = [once[sequence] for sequence in sorted(once)]
     reasons: dict[int, list[str]] = {manifest.sequence: [] for manifest in ordered}
     plain = [manifest for manifest in ordered if not manifest.milestone]
     if policy.keep_last_n == 0:

@@ -21,6 +21,7 @@ from keepstep.store.layout import (
     step_name,
 )
 from keepstep.store.manifest import Manifest
+from keepstep.store.regular import opened
 
 NO_RUNS, ANOTHER_RUNS = "no run's", "another run's"
 
@@ -94,8 +95,9 @@ def whose(entry: Checkpoint, entries: Sequence[Checkpoint]) -> str:
 def _this_run(folder: Path, entries: Sequence[Checkpoint]) -> str | None:
     home = folder.absolute().parent if folder.absolute().name == CHECKPOINTS_NAME else folder
     try:
-        outcome = json.loads((home / OUTCOME_NAME).read_bytes())
-    except (FileNotFoundError, ValueError):
+        with opened(home / OUTCOME_NAME) as file:
+            outcome = json.load(file)
+    except (FileNotFoundError, ValueError, RecursionError):
         # A loop of one's own leaves none, and `train` says so of one that is damaged.
         outcome = None
     recorded = outcome.get("run_id") if isinstance(outcome, dict) else None

@@ -13,7 +13,6 @@ Guarantees:
 One process (one rank 0) saves into a folder at a time: another's temporaries are leftovers here.
 """
 
-import errno
 import logging
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -32,19 +31,16 @@ from keepstep.errors import (
 from keepstep.store.archive import check_new, fault_in, fault_of, load_archive, write_archive
 from keepstep.store.disk import Disk
 from keepstep.store.layout import BEST_FILE, LATEST_FILE, file_step_of
+from keepstep.store.methods import refuses_links
 from keepstep.store.process_group import ranks_of_this_process
 from keepstep.store.ranks import first, together
+from keepstep.store.regular import opened
 
 BEST_VALID_LOSS = "best_valid_loss"
 _SUFFIX = ".pth"
 _TEMPORARY_SUFFIX = ".pth.tmp"
 _DEADLINE_SECONDS = 600.0
 _COPY_BYTES = 4 << 20
-# What file systems say that have no hard links, or none to there.
-_NO_LINK = {
-    errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-}  # fmt: skip
 _log = logging.getLogger("keepstep.store")
 
 
@@ -103,7 +99,7 @@ def load_checkpoint(path: Path | str, *, map_location: Any = "cpu") -> Any:
     if not file_path.is_file():
         raise NotFound(f"there is no file {file_path}")
     # What was checked is what is loaded, even where the name gets another file in between.
-    with file_path.open("rb") as file:
+    with opened(file_path) as file:
         fault = fault_in(file)
         if fault is not None:
             raise CheckpointDamaged(
@@ -211,7 +207,7 @@ class _Attempt:
             try:
                 self._disk.link(target, held)
             except OSError as error:
-                if error.errno not in _NO_LINK:
+                if not refuses_links(error):
                     raise
                 if copy_old:
                     _copy(target, held, disk=self._disk)
@@ -305,7 +301,7 @@ def link_or_copy(old: Path, new: Path, *, disk: Disk) -> bool:
     try:
         disk.link(old, new)
     except OSError as error:
-        if error.errno not in _NO_LINK:
+        if not refuses_links(error):
             raise
         _copy(old, new, disk=disk)
         return False
@@ -317,7 +313,7 @@ def _copy(old: Path, new: Path, *, disk: Disk) -> None:
         while data := file.read(_COPY_BYTES):
             yield data
 
-    with old.open("rb") as file:
+    with opened(old) as file:
         disk.write_new_file(new, chunks(file))
 
 

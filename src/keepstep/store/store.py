@@ -1,11 +1,11 @@
 """Crash-safe, verified checkpoints in a folder: save, restore, keep, delete.
 
 Invariants:
-1. What is named `step_N`, or `steps_N.pth`, is a whole checkpoint, or was one until something
-   outside damaged it: it gets that name by one rename, after everything in it is durable.
-2. `save` returns after the rename is durable, and not before; with `wait=False` it returns at the
-   cut, and `collect` or the next call returns after the rename, or raises why there is none.
-3. Nothing that has a committed name is ever written to again; it is renamed aside or to trash.
+1. A `step_N` or `steps_N.pth` that nothing hides is a whole checkpoint, or was one until something
+   outside damaged it: one rename or one unlink shows it, when all in it is durable (`commit.py`).
+2. `save` returns when that is durable, and not before; with `wait=False` it returns at the cut, and
+   `collect` or the next call when it is durable, or raises why it is not.
+3. Nothing committed is ever written to again; it is moved aside, or hidden and then removed.
 4. `latest` and `best` are for people; this module never reads them.
 5. Retention runs after the new checkpoint is durable, in the order of commits.
 """
@@ -30,6 +30,7 @@ from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.remote import ObjectStore, open_home
 from keepstep.store.resume import Like, Restored
 from keepstep.store.retention import Retention
+from keepstep.store.standing import next_sequence, require_none
 from keepstep.store.sweep import sweep
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Store:
             keep_hourly=keep_hourly,
             keep_daily=keep_daily,
         )
+        method = "file" if layout == "files" else commit_method
         self._disk = disk if disk is not None else Disk()
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._mesh = mesh if mesh is not None else {}
@@ -99,7 +101,7 @@ class Store:
         self.home = open_home(
             remote, remote_timeout, save_retries, self.folder, self._disk, self._ranks, on_event
         )
-        self._probe = partial(probe, self.folder, self._disk, commit_method, on_event)
+        self._probe = partial(probe, self.folder, self._disk, method, on_event)
         self._saving = Saving(
             retries=save_retries, verify_after_write=verify_after_write, files=layout == "files"
         ).checked(commit_method, remote=bool(remote))
@@ -283,9 +285,10 @@ class Store:
         return rehearse(
             lambda: self._take(state, 0, facts),
             folder=self.folder,
-            keep_last_n=self.policy.keep_last_n,
-            newest=self._line.newest,
+            policy=self.policy,
+            line=self._line,
             files=self._saving.files,
+            bytes_linked=self._make_writer().bytes_linked,
             bytes_to_come=bytes_to_come,
             disk=self._disk,
             ranks=self._ranks,
@@ -297,15 +300,14 @@ class Store:
         self._ranks.meet(what)
         self.open()
         if not self._ready_to_save:
-            first(self._ranks, "look", partial(resume.require_none, self.folder, self.home))
+            look = partial(require_none, self.folder, self._saving, self.home)
+            first(self._ranks, "save: look", look)
             self._make_ready_to_save()
 
     def _take(
         self, state: Mapping[str, Any], step: int, facts: GivenFacts
     ) -> tuple[Facts, "Snapshot"]:
-        from keepstep.store.tensors import take_apart
-
-        taken = take_apart(state, self._ranks)
+        taken = self._make_writer().take_apart(state)
         return self._line.facts(checked(step, facts), mesh=self._mesh), taken
 
     def _make_writer(self) -> "Writer":
@@ -381,7 +383,7 @@ class Store:
         self._disk.make_folders(self.folder)
         if self._shared_lock is None:
             self._lock.acquire()
-        return resume.next_sequence(self.folder)
+        return next_sequence(self.folder)
 
     def _make_ready_to_save(self) -> None:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""

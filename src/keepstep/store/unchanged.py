@@ -25,13 +25,12 @@ from typing import Any
 from keepstep.store.disk import Disk
 from keepstep.store.layout import data_name, frozen_data_name
 from keepstep.store.manifest import FileEntry, Manifest, TensorEntry, digest_of
+from keepstep.store.methods import NO_LINKS, refuses_links
 from keepstep.store.shards import Part
 from keepstep.store.tensors import DTYPES, Snapshot, bytes_of, write_tensors
 
 FROZEN_BYTES_MIN = 1 << 20
 """Below this a file of its own costs more, by its sync, than its bytes do."""
-_NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS})
-_NO_LINK_NOW = frozenset({errno.EMLINK, errno.ENOENT})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +88,9 @@ class Unchanged:
 
         ``go_on``: see `write_tensors`. ``tell``: hears `written_anew`.
         """
-        frozen, linked = None, self._frozen
         moved = self._moved(snapshot)
-        if linked is not None and not moved and self._suffices(snapshot, linked):
-            frozen = self._link(linked, staging, disk, tell)
+        linked = self._to_link(snapshot, moved)
+        frozen = None if linked is None else self._link(linked, staging, disk, tell)
         names = self._names_of(frozen) or self._to_freeze(snapshot, moved)
         if names and frozen is None:
             path = staging / self._names[0]
@@ -112,6 +110,11 @@ class Unchanged:
             files, entries = (*files, file), (*entries, *tensors)
         self._attempt = _Written(tensors=entries, frozen=frozen)
         return files, entries
+
+    def bytes_linked(self, snapshot: Snapshot) -> int:
+        """Return the size of the file that a save of this state would link; reads all of it."""
+        linked = self._to_link(snapshot, self._moved(snapshot))
+        return linked.file.size if linked is not None else 0
 
     def committed(self, folder: Path) -> None:
         """Follow what was written last, which now has the name `folder`."""
@@ -137,10 +140,11 @@ class Unchanged:
             if entry.name not in snapshot.written or not _holds(entry, snapshot.parts[entry.name])
         )
 
-    def _suffices(self, snapshot: Snapshot, frozen: _Frozen) -> bool:
-        """Tell whether what else did not change is no reason to write the file anew, with it."""
-        held = self._names_of(frozen)
-        return _bytes(snapshot, self._still - held) <= _bytes(snapshot, held)
+    def _to_link(self, snapshot: Snapshot, moved: frozenset[str]) -> _Frozen | None:
+        """Return the frozen file, unless it moved or what else did not change is reason enough."""
+        held = self._names_of(self._frozen)
+        enough = _bytes(snapshot, self._still - held) <= _bytes(snapshot, held)
+        return self._frozen if enough and not moved else None
 
     def _to_freeze(self, snapshot: Snapshot, moved: frozenset[str]) -> frozenset[str]:
         names = (self._still | self._names_of(self._frozen)) & snapshot.written - moved
@@ -158,10 +162,10 @@ class Unchanged:
         try:
             disk.link(frozen.path, path)
         except OSError as error:
-            if error.errno not in _NO_LINKS | _NO_LINK_NOW:
+            if error.errno != errno.ENOENT and not refuses_links(error):
                 raise
             # Where there are no links at all, this is told once: no file is set apart from now on.
-            self._links = error.errno not in _NO_LINKS
+            self._links = error.errno not in NO_LINKS
             tell("written_anew", name=frozen.file.name, why=str(error))
             return None
         # After the link and of the link: what is looked at is what the checkpoint will have.

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.errors import CheckpointDamaged
+from keepstep.errors import CheckpointDamaged, fault_from
 from keepstep.store.archive import fault_of
 from keepstep.store.catalog import Checkpoint
 from keepstep.store.direct import Reader
@@ -38,7 +38,7 @@ def verify(checkpoint: Checkpoint, *, from_disk: bool = False) -> list[Fault]:
         manifest = read_manifest(checkpoint.path)
     except (CheckpointDamaged, OSError) as error:
         # A file that the manifest lists and that is missing or of another size is at fault itself.
-        text = str(error)
+        text = fault_from(error)
         name, _, rest = text.partition(" ")
         is_data = is_data_name(name)
         return [

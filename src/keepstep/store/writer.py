@@ -23,6 +23,7 @@ from keepstep.store.attempts import commit_with_retries
 from keepstep.store.disk import Disk
 from keepstep.store.facts import Saved
 from keepstep.store.file_commit import commit_file, gather_whole, point_files
+from keepstep.store.file_read import check_keys
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Facts, Manifest
@@ -31,7 +32,7 @@ from keepstep.store.pending import Pending
 from keepstep.store.ranks import Ranks, first, together
 from keepstep.store.retention import Retention
 from keepstep.store.staging import Arena, Cut
-from keepstep.store.tensors import Snapshot
+from keepstep.store.tensors import Snapshot, take_apart
 from keepstep.store.unchanged import Unchanged
 
 if TYPE_CHECKING:
@@ -87,6 +88,16 @@ class Writer:
             together(
                 self._ranks, "restore: follow", lambda: self._unchanged.restored(path, manifest)
             )
+
+    def take_apart(self, state: Mapping[str, Any]) -> Snapshot:
+        """Take a state apart; UnsafeState names what no checkpoint of this layout can hold."""
+        if self._saving.files:
+            check_keys(state)
+        return take_apart(state, self._ranks)
+
+    def bytes_linked(self, snapshot: Snapshot) -> int:
+        """Return how much of a state this rank would link and not write, if it were saved now."""
+        return self._unchanged.bytes_linked(snapshot)
 
     def save_now(
         self, state: Mapping[str, Any], snapshot: Snapshot, facts: Facts, *, started: float

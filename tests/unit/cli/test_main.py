@@ -8,12 +8,12 @@ from keepstep import __version__, errors
 from keepstep.cli import main as command
 
 
-def fails_with(monkeypatch, error):
+def fails_with(monkeypatch, error, name="config"):
     def run(words):
         raise error
 
-    monkeypatch.setattr(command, "_config", lambda: run)
-    return command.main(["config"])
+    monkeypatch.setattr(command, f"_{name}", lambda: run)
+    return command.main([name])
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,12 @@ def test_what_the_system_refuses_names_the_file_and_a_way_out(monkeypatch, capsy
     assert capsys.readouterr().err.splitlines() == [
         "error: /runs/x: No space left on device",
         "Make room, then run the same command again.",
+    ]
+    assert fails_with(monkeypatch, full, "train") == 1
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "Make room, then run the same command to continue.",
+        "`keepstep ckpt prune RUN --keep-last 1` shows which checkpoints could go;"
+        " with --apply it deletes them.",
     ]
 
 

@@ -146,3 +146,15 @@ def test_single_checks_leave_out_what_depends_on_other_fields():
     config = changed(schedule__warmup_steps=5000, train__micro_batch=5, run__seed=-1)
     assert {problem.path for problem in single_checks(config)} == {"run.seed"}
     assert {"schedule.warmup_steps", "train.micro_batch", "run.seed"} == paths(config)
+
+
+def test_schedulefree_wants_a_constant_schedule_and_a_beta1():
+    free = {"optimizer__name": "schedulefree_adamw"}
+    assert paths(changed(**free)) == {"schedule.name"}
+    assert paths(changed(**free, schedule__name="wsd", schedule__decay_steps=5)) == {
+        "schedule.name"
+    }
+    constant = {**free, "schedule__name": "constant", "schedule__warmup_steps": 5}
+    assert paths(changed(**constant)) == set()
+    assert paths(changed(**constant, optimizer__beta1=0.0)) == {"optimizer.beta1"}
+    assert paths(changed(optimizer__beta1=0.0)) == set()

@@ -52,8 +52,8 @@ hidden_sizee = 3
         "c.toml:2: train.max_stpes: unknown key; did you mean `max_steps`?",
         "c.toml:3: train.global_batch: must be a whole number, not '16'",
         "c.toml:4: train.grad_clip: must be a finite number, not nan",
-        "c.toml:7: optimizer.name: must be 'adamw', 'sgd' or 'muon', not 'adam';"
-        " did you mean `adamw`?",
+        "c.toml:7: optimizer.name: must be 'adamw', 'sgd', 'muon', 'lion' or 'schedulefree_adamw',"
+        " not 'adam'; did you mean `adamw`?",
         "c.toml:8: optimizer.rate: must be greater than 0, not 0.0",
         "c.toml:10: chekpoint: unknown section; did you mean `checkpoint`?",
         "c.toml:14: model.hidden_sizee: the config of llama has no such key;"
@@ -188,8 +188,11 @@ def test_a_config_extends_another_section_by_section(tmp_path):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.toml"):
         load_task_config(tmp_path / "nothing.toml", [])
-    with pytest.raises(ConfigError, match=r"gone\.toml"):
-        load(tmp_path, 'extends = "gone.toml"')
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("gone.toml", "folder.toml"):
+        with pytest.raises(ConfigError, match=name) as caught:
+            load(tmp_path, f'extends = "{name}"')
+        assert caught.value.hint.endswith(".toml extends it.")
     assert "circle" in problems(tmp_path, 'extends = "c.toml"')[0]
     assert "circle" in problems(tmp_path, f'extends = "../{tmp_path.name}/c.toml"')[0]
     assert "not valid TOML" in problems(tmp_path, "[train\n")[0]

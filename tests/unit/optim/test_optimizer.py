@@ -41,7 +41,7 @@ def through_a_checkpoint(tmp_path, state):
     return load_state(saved.path)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion", "schedulefree_adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_fresh_optimizer_goes_on_as_the_old_one_would(tmp_path, name, dtype, before):
@@ -199,7 +199,7 @@ def test_a_saved_state_that_was_loaded_is_not_shared():
 
 
 def test_one_update_changes_every_parameter_that_has_a_gradient():
-    for name in ("adamw", "sgd", "muon"):
+    for name in ("adamw", "sgd", "muon", "lion", "schedulefree_adamw"):
         model = Model()
         before = {key: p.detach().clone() for key, p in model.named_parameters()}
         advance(model, build_optimizer(OptimizerConfig(name=name), model), 1)
@@ -215,3 +215,20 @@ def test_other_groups_of_the_same_parameters_are_told():
     saved["adamw"]["groups"] = [together]
     changes = build_optimizer(OptimizerConfig(), model).load_state_dict(saved)
     assert changes == ["adamw: 1 groups of parameters -> 2"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion", "schedulefree_adamw"])
+def test_the_bytes_to_come_are_those_that_the_first_update_makes(name):
+    model = Model()
+    model.unused.requires_grad_(False)
+    optimizer = build_optimizer(OptimizerConfig(name=name), model)
+    told = optimizer.bytes_to_come()
+    advance(model, optimizer, 1)
+    assert told == sum(
+        value.nbytes
+        for part in optimizer.state_dict().values()
+        for entries in part["state"].values()
+        for key, value in entries.items()
+        if key != "step"
+    )
+    assert optimizer.bytes_to_come() == 0

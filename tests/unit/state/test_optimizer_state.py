@@ -50,7 +50,7 @@ def session(name):
             optimizer.step()
         store.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=last)
 
-for name in ("adamw", "sgd", "muon"):
+for name in ("adamw", "sgd", "muon", "lion", "schedulefree_adamw"):
     session(name)
 """
 
@@ -68,7 +68,7 @@ def test_a_fresh_process_goes_on_as_one_that_was_never_interrupted(tmp_path):
     session(0, 6, tmp_path / "whole")
     session(0, 2, tmp_path / "cut")
     session(2, 6, tmp_path / "cut")
-    for name in RULES:
+    for name in (*RULES, "lion", "schedulefree_adamw"):
         whole, cut = (
             list_checkpoints(tmp_path / folder / name)[-1].manifest for folder in ("whole", "cut")
         )

@@ -224,3 +224,16 @@ def test_two_blocks_of_one_type_that_were_swapped_are_named_by_tensor_and_place(
     with pytest.raises(CheckpointDamaged, match=r"bytes .* \(model\.\w+\) do not match"):
         load_state(new)
     assert [fault.offset for fault in verify(look_at(new))] == sorted([a.start, b.start])
+
+
+@pytest.mark.parametrize("more", [b"a", bytes(4096), None], ids=["a byte", "zeros", "flipped"])
+def test_what_lies_behind_the_end_of_a_file_is_damage(tmp_path, more):
+    with Store(tmp_path, layout="files") as store:
+        path = store.save({"step": 1}, step=1).path
+    content = bytearray(path.read_bytes())
+    if more is None:
+        content[-1] ^= 1
+    path.write_bytes(content + (more or b""))
+    (entry, *_) = list_checkpoints(tmp_path)
+    assert entry.fault == "bytes stand behind its end"
+    assert verify(entry)

@@ -14,6 +14,7 @@ from keepstep.errors import CheckpointDamaged, SaveFailed
 from keepstep.store import Store, direct, list_checkpoints, load_state, verify
 from keepstep.store.direct import Reader
 from keepstep.store.disk import Disk
+from keepstep.store.reading import read_tensor
 from tests.helpers.child import in_a_child
 from tests.helpers.recording_disk import DyingDisk, RecordingDisk
 
@@ -218,6 +219,18 @@ def test_a_file_that_is_let_go_is_in_memory_no_more(tmp_path):
         assert direct.is_in_memory(file.fileno())
         direct.forget(file.fileno())
         assert not direct.is_in_memory(file.fileno())
+
+
+def test_a_file_that_ends_early_is_no_match_for_what_memory_still_holds(tmp_path, monkeypatch):
+    save(tmp_path, Disk(), 1)
+    [entry] = list_checkpoints(tmp_path)
+    [large] = [tensor for tensor in entry.manifest.tensors if tensor.name == "large"]
+    whole = read_tensor(entry.path, large)
+    os.truncate(entry.path / DATA, large.pieces[-1].start + 1000)
+    # Memory is handed out again as it was left: here by an earlier load of the same tensor.
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: whole.clone())
+    with pytest.raises(CheckpointDamaged, match="ended early"):
+        read_tensor(entry.path, large)
 
 
 def test_from_disk_asks_the_disk_though_memory_has_it_and_a_load_does_not(tmp_path):

@@ -17,7 +17,7 @@ from keepstep.errors import (
     UnsafeState,
     UsageError,
 )
-from keepstep.store import Store, list_checkpoints, load_checkpoint, verify
+from keepstep.store import Store, attempts, list_checkpoints, load_checkpoint, verify
 from keepstep.store.disk import Disk
 from keepstep.store.roles import find_checkpoint
 from tests.helpers.child import in_a_child
@@ -222,7 +222,7 @@ def test_going_back_sets_the_later_ones_aside_with_their_names(tmp_path):
     with make_store(tmp_path, keep_last_n=0) as store:
         store.restore(2)
         shutil.copy(tmp_path / "aside" / "steps_3.pth", tmp_path / "steps_3.pth")
-        save(store, 3)
+        store.save({"step": 3}, step=3)
     assert (tmp_path / "aside" / "steps_3.pth.2").read_bytes() == old
     assert [e.manifest.sequence for e in list_checkpoints(tmp_path)] == [1, 2, 6]
     assert len(list_checkpoints(tmp_path, aside=True)) == 7
@@ -351,6 +351,32 @@ def test_bytes_that_the_disk_changes_while_they_are_written_never_get_the_name(t
     assert names(tmp_path) == ["best.pth", "latest.pth", "steps_1.pth"]
 
 
+def test_bytes_that_the_disk_changes_once_are_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempts, "_BACK_OFF_SECONDS", (0.0,))
+
+    class SpoilingOnce(Disk):
+        spoiled = False
+
+        def write(self, descriptor: int, data: bytes | memoryview, path: Path) -> None:
+            if len(data) > 1000 and not self.spoiled:
+                self.spoiled = True
+                data = bytearray(data)
+                data[len(data) // 2] ^= 4
+            super().write(descriptor, data, path)
+
+    heard = []
+    with make_store(
+        tmp_path,
+        disk=SpoilingOnce(),
+        save_retries=1,
+        on_event=lambda event, **facts: heard.append((event, facts.get("error", ""))),
+    ) as store:
+        save(store, 1)
+    ((_, error),) = [told for told in heard if told[0] == "retry"]
+    assert "is not what was written: the CRC of the record" in error
+    assert load_checkpoint(tmp_path / "steps_1.pth")["step"] == 1
+
+
 def test_a_file_under_the_name_of_another_step_is_no_checkpoint_of_it(tmp_path):
     train(tmp_path, until=2)
     shutil.copy(tmp_path / "steps_2.pth", tmp_path / "steps_9.pth")
@@ -358,3 +384,12 @@ def test_a_file_under_the_name_of_another_step_is_no_checkpoint_of_it(tmp_path):
     assert found == {"steps_1.pth": "", "steps_2.pth": "", "steps_9.pth": "it holds step 2"}
     with make_store(tmp_path) as store:
         assert store.restore().path.name == "steps_2.pth"
+
+
+def test_what_a_file_says_wrongly_of_itself_is_not_laid_to_a_manifest_json(tmp_path):
+    train(tmp_path, until=1)
+    content = torch.load(tmp_path / "steps_1.pth", weights_only=True)
+    content["keepstep"]["samples"] = 99
+    torch.save(content, tmp_path / "steps_1.pth")
+    faults = {entry.name: entry.fault for entry in list_checkpoints(tmp_path)}
+    assert faults["steps_1.pth"] == "the manifest does not match its own digest"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.helpers.recording_disk import RecordingDisk
 ASK_FOR_THE_PINS = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from keepstep.errors import Locked
 from keepstep.store import pins
 try:
@@ -171,11 +173,11 @@ def test_a_save_does_not_wait_for_a_pin_and_leaves_the_deletion_to_the_next_one(
 
     class Telling(threading.Event):
         def wait(self, timeout=None):
-            # Without a deadline: a thread of the loading pool that begins.
-            waited.extend([timeout] * (timeout is not None))
+            waited.append(timeout)
             return super().wait(timeout)
 
-    monkeypatch.setattr("keepstep.store.pins.threading.Event", Telling)
+    # In that module only: threads that begin elsewhere wait for themselves.
+    monkeypatch.setattr("keepstep.store.pins.threading", SimpleNamespace(Event=Telling))
     code = ASK_FOR_THE_PINS.replace('print("got them")', 'print("got them", flush=True); input()')
     save(tmp_path, 1, keep_last_n=1)
     with subprocess.Popen(

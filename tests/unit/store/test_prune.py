@@ -1,5 +1,6 @@
 """Plans of what to delete: nothing that a run needs to continue from is ever in one."""
 
+import errno
 import os
 
 import pytest
@@ -86,3 +87,20 @@ def test_without_a_policy_only_what_is_sure_is_said(folder):
     entries = list_checkpoints(folder)
     found = kept_because(folder, entries, None, now=0.0)
     assert [found[e.path] for e in entries] == [None, ("best",), None, ("newest",)]
+
+
+def test_a_copy_of_a_file_that_is_torn_pushes_no_whole_one_out(tmp_path):
+    class NoLinks(Disk):
+        def link(self, old, new):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(new))
+
+    with Store(tmp_path, layout="files", keep_last_n=0, disk=NoLinks()) as store:
+        for step in (1, 2, 3):
+            store.save({"w": torch.full((5000,), float(step))}, step=step)
+    path = tmp_path / "steps_3.pth"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    found = planned(tmp_path, keep_last_n=2)
+    assert sorted(found) == ["latest.pth", "steps_1.pth", "steps_2.pth", "steps_3.pth"]
+    assert [name for name, reasons in found.items() if not reasons] == ["steps_1.pth"]

@@ -135,7 +135,8 @@ def test_the_room_for_all_that_are_kept_and_one_more_is_asked_for(small_disk):
         assert store.rehearse(STATE).wanted == 2
         store.save(STATE, step=1)
         # One more fits, and goes before this one does.
-        assert store.rehearse(STATE).fits == 1
+        room = store.rehearse(STATE)
+        assert (room.fits, room.wanted) == (1, 1)
         (small_disk / "filler").write_bytes(b"x" * (1 << 20))
         with pytest.raises(CannotSave, match="no room for one more checkpoint: 1,"):
             store.rehearse(STATE)
@@ -216,15 +217,34 @@ def test_a_method_that_is_asked_for_is_taken_or_refused(tmp_path):
         rehearse(tmp_path / "poor", PoorDisk(), commit_method="rename")
 
 
+def test_in_files_only_what_files_need_is_tried_and_said(tmp_path):
+    told, disk = [], PoorDisk()
+    with Store(
+        tmp_path, layout="files", disk=disk, on_event=lambda e, **_: told.append(e)
+    ) as store:
+        store.restore()
+        store.rehearse(STATE)
+    assert str(disk.methods) == "rename"
+    assert "methods" not in told
+
+
+def test_a_key_that_files_need_for_themselves_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(UnsafeState, match="the state has a key 'keepstep'"):
+        rehearse(tmp_path, state={**STATE, "keepstep": 1}, layout="files")
+    rehearse(tmp_path, state={**STATE, "keepstep": 1})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-def test_the_moments_of_the_first_update_are_foreseen(tmp_path, name):
+def test_the_moments_of_the_first_update_are_foreseen(tmp_path, name, frozen):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 3))
     state = TrainingState(model=model, optimizer=build_optimizer(OptimizerConfig(name=name), model))
+    model[0].requires_grad_(not frozen)
     with Store(tmp_path) as store:
         store.restore()
         room = store.rehearse(state.capture(), bytes_to_come=state.optimizer.bytes_to_come())
-        model(torch.ones(2, 64)).sum().backward()
+        model(torch.ones(2, 128)).sum().backward()
         state.optimizer.step()
         saved = store.save(state.capture(), step=1)
     size = sum(path.stat().st_size for path in saved.path.iterdir())

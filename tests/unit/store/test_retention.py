@@ -41,6 +41,11 @@ def test_retention_keeps_what_has_a_role():
         Retention(keep_last_n=-1)
 
 
+def test_a_file_and_its_copies_count_once():
+    found = manifests(3)
+    assert kept([*found, found[-1], found[-1]], Retention(keep_last_n=2)) == [2, 3]
+
+
 def test_retention_keeps_the_best_k():
     from keepstep.store import Best
 

@@ -7,7 +7,7 @@ import torch
 
 from keepstep.config.resolved import RUN_TOML
 from keepstep.errors import DataError, NotFound, UsageError
-from keepstep.store import load_state
+from keepstep.optim.averaged import load_averaged
 from keepstep.store.catalog import Checkpoint, list_checkpoints
 from keepstep.store.layout import BEST_NAME, LATEST_NAME
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of
@@ -42,7 +42,7 @@ def generate_text(
         vocab_size=tokens.vocab_size,
         sequence_length=config.data.sequence_length,
     )
-    model.load_state_dict(load_state(entry.path, only="model")["model"])
+    model.load_state_dict(load_averaged(entry, only="model")["model"])
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise UsageError("the prompt is empty")
