@@ -69,6 +69,21 @@ def test_a_death_at_every_request_loses_nothing_that_was_acknowledged(tmp_path):
     assert number > 20
 
 
+def test_a_death_at_every_request_of_a_new_machine_loses_nothing(tmp_path):
+    """It fetches the newest and the best."""
+    url, number, alive = f"file://{tmp_path}/objects", 0, False
+    (tmp_path / "objects").mkdir()
+    live(tmp_path / "old", url, lambda _: None)
+    while not alive:
+        number += 1
+        place = tmp_path / str(number)
+        status = in_a_child(lambda: live(place, DyingObjects(url, number), lambda _: None))  # noqa: B023
+        alive = status == 0
+        assert alive or os.WTERMSIG(status) == signal.SIGKILL
+        assert_sound(place, url, LAST)
+    assert number > 10
+
+
 def test_a_machine_lost_with_its_disk_in_the_middle_of_an_upload_is_continued_by_the_next(
     config, short_reference, tmp_path
 ):

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from keepstep.store.remote import ObjectStore
@@ -31,6 +32,19 @@ class FailingObjects(ObjectStore):
         self.count += 1
         if self.count == self.at:
             raise OSError(errno.EIO, os.strerror(errno.EIO), key)
+
+
+class OvertakenObjects(FailingObjects):
+    """Does something else, once, before the n-th request."""
+
+    def __init__(self, url: str, at: int, first: Callable[[], None]) -> None:
+        super().__init__(url, at)
+        self.first = first
+
+    def operation(self, name: str, key: str) -> None:
+        self.count += 1
+        if self.count == self.at:
+            self.first()
 
 
 class DyingObjects(FailingObjects):

@@ -99,7 +99,7 @@ class ObjectStore:
         )
         return bytes(read)
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, *, halt: threading.Event = NEVER) -> dict[str, int]:
         """Return all keys with the sizes of their objects, as they are now."""
 
         def work(_: "_Progress") -> dict[str, int]:
@@ -110,13 +110,13 @@ class ObjectStore:
                 if name.startswith(f"{self._root}/")
             }
 
-        listed: dict[str, int] = self._do("list", "", work, NEVER)
+        listed: dict[str, int] = self._do("list", "", work, halt)
         return listed
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, halt: threading.Event = NEVER) -> None:
         """Delete what is under a key; nothing there is as good."""
         try:
-            self._do("delete", key, lambda _: self._fs.rm_file(self._at(key)), NEVER)
+            self._do("delete", key, lambda _: self._fs.rm_file(self._at(key)), halt)
         except FileNotFoundError:
             return
 
@@ -141,7 +141,7 @@ class ObjectStore:
         threading.Thread(target=run, name="keepstep-remote", daemon=True).start()
         while not wait([box], _LOOK_SECONDS).done:
             if halt.is_set():
-                raise SaveAbandoned(f"{place} was given up while it was put")
+                raise SaveAbandoned(f"{name} of {place} was given up")
             if time.monotonic() - progress.last > self.timeout:
                 raise TimeoutError(
                     errno.ETIMEDOUT, f"no answer to {name} for {self.timeout:g} s", place

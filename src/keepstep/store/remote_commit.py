@@ -45,14 +45,33 @@ from keepstep.store.layout import (
     remote_place_of,
     step_name,
 )
-from keepstep.store.manifest import Best, Manifest, digest_of, from_bytes
+from keepstep.store.manifest import (
+    MANIFEST_BYTES_MAX,
+    Best,
+    Manifest,
+    digest_of,
+    from_bytes,
+)
 from keepstep.store.pins import identity_of, read_pins
 from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.regular import opened
 from keepstep.store.remote import NEVER, ObjectStore
 from keepstep.store.retention import Retention, reasons_to_keep
 
 Tell = Callable[..., None]
 Result = TypeVar("Result")
+
+
+def named(place: Path) -> tuple[str, Manifest, bytes]:
+    """Return the name that a checkpoint in a folder has there; its manifest and the text of it."""
+    with opened(place / MANIFEST_NAME) as file:
+        text = file.read()
+    manifest = from_bytes(text, folder_name=place.name)
+    return _name_of(manifest, text), manifest, text
+
+
+def _name_of(manifest: Manifest, text: bytes) -> str:
+    return remote_name(manifest.step, manifest.sequence, digest_of(text))
 
 
 class Remote:
@@ -73,10 +92,11 @@ class Remote:
         places = [remote_place_of(name) for name in self._found]
         return max((place[1] for place in places if place is not None), default=0)
 
-    def look(self, tell: Tell) -> list[Checkpoint]:
+    def look(self, tell: Tell, halt: threading.Event = NEVER) -> list[Checkpoint]:
         """Return what stands there now. Each manifest is read once: a name stands for its bytes."""
         self._found = {}
-        for key, size in self.again("list", self.objects.sizes, tell=tell).items():
+        sizes = self.again("list", lambda: self.objects.sizes(halt=halt), tell=tell, halt=halt)
+        for key, size in sizes.items():
             name, _, file = key.partition("/")
             if remote_place_of(name) is not None:
                 self._found.setdefault(name, {})[file] = size
@@ -98,8 +118,10 @@ class Remote:
         }
         text = json.dumps(words).encode()
         self.again("begin", lambda: self.objects.put(SESSION_OBJECT, text), tell=tell)
-        self.again("begin", self._confirm, tell=tell)
-        for entry in self.look(tell):
+        entries = self.look(tell)
+        # After the look: what a later session puts is not among what is swept.
+        self.again("begin", self.confirm, tell=tell)
+        for entry in entries:
             if entry.manifest is None:
                 tell("passed_over", name=self.shown(entry.name), fault=entry.fault)
         for name, files in self._found.items():
@@ -130,24 +152,34 @@ class Remote:
                 again("put", put)
 
         def commit() -> None:
-            text = (place / MANIFEST_NAME).read_bytes()
-            again("commit", self._confirm)
+            _, manifest, text = named(place)
             key = f"{name}/{MANIFEST_NAME}"
+            again("commit", lambda: self.confirm(halt))
             again("commit", lambda: self.objects.put(key, text, halt=halt))
-            again("commit", self._confirm)
+            again("commit", lambda: self.confirm(halt))
             # It need not be read for the next look.
-            self._known[name] = from_bytes(text)
+            self._known[name] = manifest
 
         together(ranks, "remote: put", put_share)
         first(ranks, "remote: commit", commit)
         tell("uploaded", step=step, name=self.shown(name), seconds=time.monotonic() - started)
 
-    def retain(self, policy: Retention, *, best: Best | None, pins_of: Path, tell: Tell) -> None:
+    def retain(
+        self,
+        policy: Retention,
+        *,
+        best: Best | None,
+        pins_of: Path,
+        halt: threading.Event,
+        tell: Tell,
+    ) -> None:
         """Delete what the policy has no reason to keep; what fails is told, and harms no save."""
 
         def delete_some() -> None:
             pinned = set(read_pins(pins_of))
-            there = [entry.manifest for entry in self.look(tell) if entry.manifest is not None]
+            there = [entry.manifest for entry in self.look(tell, halt) if entry.manifest]
+            # After the look: a later session has its own best, and what it puts is not there yet.
+            self.confirm(halt)
             reasons = reasons_to_keep(
                 there,
                 policy,
@@ -157,7 +189,7 @@ class Remote:
             )
             for entry in self.entries:
                 if entry.manifest is not None and not reasons[entry.manifest.sequence]:
-                    self._delete(entry.name)
+                    self._delete(entry.name, halt)
                     tell("deleted", name=self.shown(entry.name))
 
         self._tidy(delete_some, tell)
@@ -175,7 +207,7 @@ class Remote:
         key = f"{name}/{MANIFEST_NAME}"
         text = self.again("read", lambda: self.objects.read(key), tell=tell)
         manifest = from_bytes(text)
-        if name != remote_name(manifest.step, manifest.sequence, digest_of(text)):
+        if name != _name_of(manifest, text) or manifest.is_file:
             raise CheckpointDamaged(f"{MANIFEST_NAME} is that of another checkpoint")
         return text, manifest
 
@@ -222,18 +254,16 @@ class Remote:
 
     def _plan(self, place: Path) -> tuple[str, list[str]] | None:
         """Return the name of a checkpoint there and its data files; None where it stands there."""
-        text = (place / MANIFEST_NAME).read_bytes()
-        manifest = from_bytes(text, folder_name=place.name)
-        name = remote_name(manifest.step, manifest.sequence, digest_of(text))
+        name, manifest, _ = named(place)
         if any(entry.name == name and entry.manifest is not None for entry in self.entries):
             return None
         return name, [entry.name for entry in manifest.files]
 
-    def _confirm(self) -> None:
+    def confirm(self, halt: threading.Event = NEVER) -> None:
         """Return while no later session has begun; Locked says which has."""
         holder: Any = {}
         try:
-            holder = json.loads(self.objects.read(SESSION_OBJECT))
+            holder = json.loads(self.objects.read(SESSION_OBJECT, halt=halt))
         except ValueError:
             # Not ours, then, whatever it is.
             holder = {}
@@ -252,6 +282,8 @@ class Remote:
         assert place is not None, "only names of this form are looked at"
         fault, manifest = "", self._known.get(name)
         try:
+            if files[MANIFEST_NAME] > MANIFEST_BYTES_MAX:
+                raise CheckpointDamaged(f"{MANIFEST_NAME} has an absurd size")
             if manifest is None:
                 manifest = self.read_manifest(name, tell)[1]
             for entry in manifest.files:
@@ -266,10 +298,10 @@ class Remote:
         path = Path(PurePosixPath(name))
         return Checkpoint(path=path, step=place[0], manifest=manifest, fault=fault)
 
-    def _delete(self, name: str) -> None:
+    def _delete(self, name: str, halt: threading.Event = NEVER) -> None:
         """Delete a checkpoint, or what is left of one: its manifest before all else."""
         for file in sorted(self._found[name], key=lambda file: file != MANIFEST_NAME):
-            self.objects.delete(f"{name}/{file}")
+            self.objects.delete(f"{name}/{file}", halt=halt)
 
     def _sweep(self, name: str, tell: Tell) -> None:
         self._delete(name)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from keepstep.errors import CheckpointDamaged, KeepstepError, NotFound, way_out
 from keepstep.store import commit
-from keepstep.store.catalog import Checkpoint, look_at
+from keepstep.store.catalog import Checkpoint, checkpoints_in
 from keepstep.store.disk import Disk
-from keepstep.store.layout import MANIFEST_NAME, remote_name, step_name
+from keepstep.store.layout import MANIFEST_NAME, step_name
 from keepstep.store.line import Line
-from keepstep.store.manifest import Best, FileEntry, Manifest, digest_of
+from keepstep.store.manifest import Best, FileEntry, Manifest
+from keepstep.store.pins import identity_of
 from keepstep.store.ranks import OneRank, Ranks, first
-from keepstep.store.remote_commit import Remote, Tell
+from keepstep.store.remote_commit import Remote, Tell, named
 from keepstep.store.resume import Whole
 from keepstep.store.standing import look_together
 from keepstep.store.verify import faults_in
@@ -54,13 +55,17 @@ class Homecoming:
         """Return what stands there now; no exchange of ranks."""
         return self.remote.look(self._tell)
 
-    def check(self, found: Sequence[Checkpoint], check: Callable[..., None]) -> None:
-        """Have what stands there and here looked at as that of one folder: `check_choice`."""
+    def check(self, found: Sequence[Checkpoint], check: Callable[..., None], *, look: bool) -> None:
+        """Have what stands there and here checked as that of one folder: `check_choice`.
 
-        def look() -> None:
-            check([*found, *self.look()], ranks=OneRank())
+        ``look``: look there first; else it is what was seen when the prefix was taken.
+        """
 
-        first(self._ranks, "restore: remote", look)
+        def check_both() -> None:
+            there = self.look() if look else self.remote.entries
+            check([*found, *there], ranks=OneRank())
+
+        first(self._ranks, "restore: remote", check_both)
 
     def choose(
         self,
@@ -75,17 +80,18 @@ class Homecoming:
         """
         self._tried.clear()
         here = [e.manifest for e in found if e.manifest and step in (None, e.manifest.step)]
-        if self._fetch_newer(max((m.sequence for m in here), default=0), step=step):
+        if self._fetch_newer(max((m.sequence for m in here), default=0), here, step=step):
             found = look_together(self._folder, self._ranks, files=False)
         while found:
             try:
                 whole = pick(found)
             except CheckpointDamaged:
-                if not self._fetch_newer(0, step=step):
+                if not self._fetch_newer(0, [], step=step):
                     raise
             else:
                 skipped = whole[3]
-                if not skipped or not self._fetch_newer(whole[1].sequence, step=step):
+                newest = whole[1]
+                if not skipped or not self._fetch_newer(newest.sequence, [newest], step=step):
                     return self._with_best(found, whole[1].best), whole
             found = look_together(self._folder, self._ranks, files=False)
         first(self._ranks, "remote: nothing", lambda: self._require_nothing(step))
@@ -97,21 +103,27 @@ class Homecoming:
         for step in dict.fromkeys([chosen.step, *([best.step] if best is not None else [])]):
             self.remote.put(self._folder, step, ranks=self._ranks, tell=self._tell)
 
-    def _fetch_newer(self, than: int, *, step: int | None) -> bool:
-        """Fetch the newest whole one whose number is higher; tell whether there was one."""
+    def _fetch_newer(self, than: int, here: Sequence[Manifest], *, step: int | None) -> bool:
+        """Fetch the newest whole one whose number is higher; tell whether there was one.
+
+        Of two with that very number the one there was said to be saved, and that of `here` not.
+        """
+        known = {identity_of(manifest) for manifest in here}
 
         def wanted(manifest: Manifest) -> bool:
-            return manifest.sequence > than and step in (None, manifest.step)
+            is_other = manifest.sequence == than and identity_of(manifest) not in known
+            return step in (None, manifest.step) and (manifest.sequence > than or is_other)
 
-        return self._fetch_first(wanted) is not None
+        return self._fetch_first(wanted)
 
     def _with_best(self, found: list[Checkpoint], best: Best | None) -> list[Checkpoint]:
         """Return what was found, and the best with it if it had to be fetched and could be."""
-        here = {entry.manifest.sequence for entry in found if entry.manifest is not None}
-        if best is None or best.sequence in here:
-            return found
-        name = self._fetch_first(lambda manifest: manifest.sequence == best.sequence)
-        return found if name is None else [*found, look_at(self._folder / name)]
+        here = {identity_of(entry.manifest) for entry in found if entry.manifest is not None}
+        if best is not None and self._fetch_first(
+            lambda one: one.sequence == best.sequence and identity_of(one) not in here
+        ):
+            return look_together(self._folder, self._ranks, files=False)
+        return found
 
     def _require_nothing(self, step: int | None) -> None:
         """Raise where something is there, and nothing of it could be fetched."""
@@ -126,8 +138,10 @@ class Homecoming:
         if step is not None:
             raise NotFound(f"neither {self._folder} nor {place} holds a checkpoint of step {step}")
 
-    def _fetch_first(self, wanted: Callable[[Manifest], bool]) -> str | None:
-        def fetch() -> str | None:
+    def _fetch_first(self, wanted: Callable[[Manifest], bool]) -> bool:
+        """Fetch the newest whole one of those that are wanted; tell whether there was one."""
+
+        def fetch() -> bool:
             for entry in reversed(self.remote.entries):
                 manifest = entry.manifest
                 if manifest is None or not wanted(manifest) or entry.name in self._tried:
@@ -141,19 +155,19 @@ class Homecoming:
                     self._tell("passed_over", name=name, fault=error.message)
                 else:
                     self._tell("fetched", name=self.remote.shown(entry.name))
-                    return step_name(manifest.step)
-            return None
+                    return True
+            return False
 
-        name: str | None = first(self._ranks, "remote: fetch", fetch)
-        return name
+        fetched: bool = first(self._ranks, "remote: fetch", fetch)
+        return fetched
 
     def _fetch(self, name: str, manifest: Manifest) -> None:
-        """Commit one in the folder, as a save does. What has its name there is set aside."""
+        """Commit one in the folder, as a save does. What has its name or number is set aside."""
         final = self._folder / step_name(manifest.step)
+        in_place = self._disk.methods.commit == "manifest-last"
         try:
-            if final.exists():
-                new_name = commit.set_aside(final, disk=self._disk)
-                self._tell("set_aside", name=final.name, new_name=new_name)
+            if in_place:
+                self._make_way(final, manifest)
             staging = self._folder / commit.begin(self._folder, manifest, self._disk)
             try:
                 for file in manifest.files:
@@ -161,6 +175,9 @@ class Homecoming:
                 self._disk.sync_folder(staging)
                 text, _ = self.remote.read_manifest(name, self._tell)
                 self._disk.replace_file(staging / MANIFEST_NAME, text)
+                if not in_place:
+                    # Only now: had it been damaged, these would be what is left.
+                    self._make_way(final, manifest)
                 commit.appear(staging, final, self._disk)
             except BaseException as error:
                 commit.abandon(staging, self._disk, because=error)
@@ -171,6 +188,13 @@ class Homecoming:
                 f"{self.remote.shown(name)} could not be fetched into {self._folder}: {error}",
                 hint=way_out(error, then=then) or f"Mend the disk, then {then}.",
             ) from error
+
+    def _make_way(self, final: Path, manifest: Manifest) -> None:
+        for entry in checkpoints_in(self._folder):
+            known = entry.manifest
+            if entry.path == final or (known and known.sequence == manifest.sequence):
+                new_name = commit.set_aside(entry.path, disk=self._disk)
+                self._tell("set_aside", name=entry.name, new_name=new_name)
 
     def _fetch_file(self, name: str, file: FileEntry, manifest: Manifest, staging: Path) -> None:
         chunks = self._parts(f"{name}/{file.name}", file.size)
@@ -188,8 +212,7 @@ class Homecoming:
             yield self.remote.again("fetch", read, tell=self._tell)
 
     def _set_aside_others(self, chosen: Manifest) -> None:
-        text = (self._folder / chosen.name / MANIFEST_NAME).read_bytes()
-        own = remote_name(chosen.step, chosen.sequence, digest_of(text))
+        own, _, _ = named(self._folder / chosen.name)
         for entry in list(self.remote.entries):
             damaged = entry.manifest is None or entry.name in self._faulty
             leads = entry.name == own or (
@@ -197,4 +220,5 @@ class Homecoming:
             )
             # A damaged one of the chosen's own name is put anew.
             if damaged or not leads:
+                self.remote.again("set aside", self.remote.confirm, tell=self._tell)
                 self.remote.set_aside(entry.name, self._tell)

@@ -90,8 +90,9 @@ def find(
     pick = partial(choose, step=step, ranks=ranks, like=like)
     found = look_together(folder, ranks, files=files)
     if home is not None:
-        home.check(found, check)
+        home.check(found, check, look=True)
         ready()
+        home.check(found, check, look=False)
         return home.choose(found, pick, step=step)
     check(found, ranks=ranks)
     whole = pick(found) if found else None

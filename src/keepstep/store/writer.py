@@ -214,7 +214,7 @@ class Writer:
         first(ranks, "save: tidy", lambda: self._tidy(tell))
         if self._remote is not None:
             self._remote.put(self._folder, manifest.step, ranks=ranks, halt=halt, tell=tell)
-            first(ranks, "remote: tidy", lambda: self._tidy_remote(tell))
+            first(ranks, "remote: tidy", lambda: self._tidy_remote(halt, tell))
         return saved
 
     def _tidy(self, tell: Callable[..., None]) -> None:
@@ -230,10 +230,10 @@ class Writer:
             on_event=tell,
         )
 
-    def _tidy_remote(self, tell: Callable[..., None]) -> None:
+    def _tidy_remote(self, halt: threading.Event, tell: Callable[..., None]) -> None:
         assert self._remote is not None, "only where there is one"
         best = self._line.best.best
-        self._remote.retain(self._policy, best=best, pins_of=self._folder, tell=tell)
+        self._remote.retain(self._policy, best=best, pins_of=self._folder, halt=halt, tell=tell)
 
     def _hear(self, pending: Pending) -> None:
         for event, facts in pending.take_events():

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import shutil
 
 import fsspec
 import pytest
@@ -12,6 +13,8 @@ from keepstep.errors import (
     SaveFailed,
 )
 from keepstep.store import list_checkpoints, verify
+from keepstep.store.disk import Disk
+from tests.helpers.recording_disk import PoorDisk
 from tests.helpers.recording_objects import FailingObjects
 from tests.helpers.remote import Ear, flip, key_of, names, objects, open_store, save
 
@@ -38,7 +41,7 @@ def test_what_is_damaged_there_is_passed_over_by_name_and_stays(tmp_path, url):
     assert faults == {
         "step_3": f"{data} is missing",
         "step_4": "manifest.json is that of another checkpoint",
-        "step_5": "manifest.json does not match its own digest",
+        "step_5": "the manifest does not match its own digest",
     }
     assert names(url) == ["step_1", "step_2", "step_7"]
     assert names(url, "aside.json") == ["step_3", "step_4", "step_5", "step_6"]
@@ -70,20 +73,36 @@ def test_where_nothing_there_is_whole_nothing_is_begun(tmp_path, url):
     assert names(url) == ["step_1"]
 
 
+@pytest.mark.parametrize("disk", [Disk, PoorDisk])
 @pytest.mark.parametrize("damaged", [(3,), (2, 3)])
-def test_what_is_damaged_here_comes_back_from_there(tmp_path, url, damaged):
+def test_what_is_damaged_here_comes_back_from_there(tmp_path, url, damaged, disk):
     with open_store(tmp_path / "run", url) as store:
         store.restore()
         save(store, 1, 2, 3)
     for step in damaged:
         path = tmp_path / f"run/step_{step}/rank-00000.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with open_store(tmp_path / "run", url) as store:
+    with open_store(tmp_path / "run", url, disk=disk()) as store:
         found = store.restore()
         assert found.manifest.step == 3
         assert found.skipped == ()
         assert verify(list_checkpoints(tmp_path / "run")[-1]) == []
     assert (tmp_path / "run/aside/step_3").is_dir()
+
+
+def test_what_is_damaged_there_takes_nothing_whole_from_here(tmp_path, url):
+    """Another step 2, later and damaged, has the name of the one here."""
+    with open_store(tmp_path / "one", url) as store:
+        store.restore()
+        save(store, 1, 2)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with open_store(tmp_path / "two", url) as store:
+        store.restore(1)
+        save(store, 2)
+    flip(url, "step_2-3", "rank-00000.safetensors")
+    with open_store(tmp_path / "one", url) as store:
+        found = store.restore()
+        assert (found.manifest.step, found.manifest.sequence) == (2, 2)
 
 
 def test_what_was_not_put_there_is_put_first_by_the_next_session(tmp_path, memory):
