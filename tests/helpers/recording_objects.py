@@ -24,14 +24,14 @@ class RecordingObjects(ObjectStore):
 class FailingObjects(ObjectStore):
     """Fails at the n-th request (from 1), once; `count` goes on."""
 
-    def __init__(self, url: str, at: int, **more: Any) -> None:
-        super().__init__(url, **more)
-        self.at, self.count = at, 0
+    def __init__(self, url: str, at: int, number: int = errno.EIO) -> None:
+        super().__init__(url)
+        self.at, self.count, self.number = at, 0, number
 
     def operation(self, name: str, key: str) -> None:
         self.count += 1
         if self.count == self.at:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), key)
+            raise OSError(self.number, os.strerror(self.number), key)
 
 
 class OvertakenObjects(FailingObjects):

@@ -1,4 +1,4 @@
-"""The one door to an object store: every put, read, list and delete of objects, through fsspec.
+"""The one door to an object store: every request to it, through fsspec.
 
 Guarantees:
 1. A primitive is one request of ours, announced by `operation` before it happens; tests record,
@@ -84,6 +84,10 @@ class ObjectStore:
     def put(self, key: str, data: bytes, *, halt: threading.Event = NEVER) -> None:
         """Put some bytes under a key, in place of what was there."""
         self._do("put", key, lambda _: self._fs.pipe_file(self._at(key), data), halt)
+
+    def copy(self, key: str, new_key: str) -> None:
+        """Have the store put the bytes under a key under another one too."""
+        self._do("copy", key, lambda _: self._fs.cp_file(self._at(key), self._at(new_key)), NEVER)
 
     def read(
         self,

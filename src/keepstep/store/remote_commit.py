@@ -5,7 +5,7 @@
             put manifest.json                                 <- the commit there
             read session.json once more: only now it is acknowledged
     delete  manifest.json first, then the rest
-    aside   put a copy of the manifest as aside.json, then delete manifest.json
+    aside   copy the manifest to aside.json, then delete manifest.json
 
 Guarantees:
 1. A checkpoint without a manifest is not there. What is put before it is a leftover, which the next
@@ -197,8 +197,7 @@ class Remote:
     def set_aside(self, name: str, tell: Tell) -> None:
         """Have a checkpoint not count any more, with all its bytes where they are."""
         old, new = f"{name}/{MANIFEST_NAME}", f"{name}/{ASIDE_OBJECT}"
-        text = self.again("read", lambda: self.objects.read(old), tell=tell)
-        self.again("set aside", lambda: self.objects.put(new, text), tell=tell)
+        self.again("set aside", lambda: self.objects.copy(old, new), tell=tell)
         self.again("set aside", lambda: self.objects.delete(old), tell=tell)
         tell("set_aside", name=self.shown(name), new_name=new)
 
@@ -207,7 +206,7 @@ class Remote:
         key = f"{name}/{MANIFEST_NAME}"
         text = self.again("read", lambda: self.objects.read(key), tell=tell)
         manifest = from_bytes(text)
-        if name != _name_of(manifest, text) or manifest.is_file:
+        if name != _name_of(manifest, text):
             raise CheckpointDamaged(f"{MANIFEST_NAME} is that of another checkpoint")
         return text, manifest
 

@@ -1,6 +1,7 @@
 """What a remote holds that is damaged, left over or gone back from, and how it is put right."""
 
 import contextlib
+import errno
 import itertools
 import shutil
 
@@ -14,8 +15,8 @@ from keepstep.errors import (
 )
 from keepstep.store import list_checkpoints, verify
 from keepstep.store.disk import Disk
-from tests.helpers.recording_disk import PoorDisk
-from tests.helpers.recording_objects import FailingObjects
+from tests.helpers.recording_disk import FailingDisk, PoorDisk
+from tests.helpers.recording_objects import FailingObjects, RecordingObjects
 from tests.helpers.remote import Ear, flip, key_of, names, objects, open_store, save
 
 
@@ -46,6 +47,40 @@ def test_what_is_damaged_there_is_passed_over_by_name_and_stays(tmp_path, url):
     assert names(url) == ["step_1", "step_2", "step_7"]
     assert names(url, "aside.json") == ["step_3", "step_4", "step_5", "step_6"]
     assert not list((tmp_path / "new").glob(".staging*"))
+
+
+def test_a_manifest_of_an_absurd_size_is_not_read(tmp_path, memory, monkeypatch):
+    with open_store(tmp_path / "old", memory) as store:
+        store.restore()
+        save(store, 1, 2)
+    monkeypatch.setattr("keepstep.store.remote_commit.MANIFEST_BYTES_MAX", 100_000)
+    key = key_of(memory, "step_2", "manifest.json")
+    fsspec.core.url_to_fs(memory)[0].pipe_file(key, bytes(100_001))
+    there = RecordingObjects(memory)
+    with open_store(tmp_path / "new", there) as store:
+        assert store.restore().manifest.step == 1
+    assert ("read", "step_2-2-ID/manifest.json") not in there.log
+
+
+@pytest.mark.parametrize("broken", ["disk", "remote"])
+def test_what_cannot_be_fetched_is_no_reason_for_an_older_one(tmp_path, memory, broken):
+    """Too many open files, at each operation of a new machine."""
+    with open_store(tmp_path / "old", memory, keep_last_n=0) as store:
+        store.restore()
+        save(store, 1, 2, 3)
+    told = 0
+    for number in itertools.count(1):
+        disk = FailingDisk(number if broken == "disk" else -1, errno.EMFILE)
+        there = FailingObjects(memory, number if broken == "remote" else -1, errno.EMFILE)
+        try:
+            with open_store(tmp_path / str(number), there, disk=disk, save_retries=0) as store:
+                assert store.restore().manifest.step == 3
+        except (KeepstepError, OSError) as error:
+            assert not isinstance(error, CheckpointDamaged)
+            told += 1
+        if max(disk.count, 0) < number > there.count:
+            break
+    assert told > 5
 
 
 def test_what_is_damaged_there_and_whole_here_is_put_anew(tmp_path, url):

@@ -114,7 +114,7 @@ def test_a_session_that_is_overtaken_goes_back_for_nobody_else(tmp_path, memory)
     def later() -> None:
         ObjectStore(memory).put("session.json", b"{}")
 
-    # Of the files and the manifest of step 1, the last request is the second one.
+    # It has listed and confirmed, and fetched the data and the manifest.
     there = OvertakenObjects(memory, BEGIN + 4, later)
     with open_store(tmp_path / "two", there, keep_last_n=0) as two, pytest.raises(Locked):
         two.restore(1)
