@@ -214,11 +214,9 @@ class Homecoming:
     def _set_aside_others(self, chosen: Manifest) -> None:
         own, _, _ = named(self._folder / chosen.name)
         for entry in list(self.remote.entries):
-            damaged = entry.manifest is None or entry.name in self._faulty
-            leads = entry.name == own or (
-                entry.manifest is not None and entry.manifest.sequence < chosen.sequence
-            )
-            # A damaged one of the chosen's own name is put anew.
-            if damaged or not leads:
+            manifest = None if entry.name in self._faulty else entry.manifest
+            leads = manifest is not None and manifest.sequence < chosen.sequence
+            # The chosen's own, where it is damaged there, is put anew in its place.
+            if not leads and entry.name != own:
                 self.remote.again("set aside", self.remote.confirm, tell=self._tell)
                 self.remote.set_aside(entry.name, self._tell)

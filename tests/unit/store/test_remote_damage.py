@@ -95,6 +95,17 @@ def test_what_is_damaged_there_and_whole_here_is_put_anew(tmp_path, url):
         assert store.restore().manifest.step == 1
 
 
+def test_a_damaged_best_is_set_aside_there(tmp_path, url):
+    with open_store(tmp_path / "old", url) as store:
+        store.restore()
+        save(store, 1, 2, 3)
+    flip(url, "step_2", "rank-00000.safetensors")
+    with open_store(tmp_path / "new", url) as store:
+        assert store.restore().manifest.step == 3
+        assert store.best.step == 3
+    assert names(url, "aside.json") == ["step_2"]
+
+
 def test_where_nothing_there_is_whole_nothing_is_begun(tmp_path, url):
     with open_store(tmp_path / "old", url) as store:
         store.restore()
@@ -190,10 +201,10 @@ def test_the_way_back_holds_there_too(tmp_path, url):
         assert store.restore(2).manifest.step == 2
         save(store, 3)
         assert store.newest.sequence == 5
-    assert names(url, "aside.json") == ["step_3", "step_4"]
     with open_store(tmp_path / "three", url, keep_last_n=0) as store:
         found = store.restore()
         assert (found.manifest.step, found.manifest.sequence, found.manifest.parent) == (3, 5, 2)
+    assert names(url, "aside.json") == ["step_3", "step_4"]
 
 
 def test_a_way_back_that_is_cut_short_loses_no_manifest(tmp_path, memory):

@@ -12,6 +12,7 @@ import torch
 
 from keepstep.errors import KeepstepError, SaveFailed
 from keepstep.store import Store, list_checkpoints, verify
+from keepstep.store.remote import ObjectStore
 from tests.helpers.s3 import Gate, Server, gated_server
 
 numbers = itertools.count()
@@ -76,6 +77,15 @@ def test_a_run_lives_there_and_goes_on_elsewhere(tmp_path, gate, url):
         assert found.manifest.step == 2
         assert torch.equal(found.state["weight"], state_of(2)["weight"])
         assert [entry.step for entry in list_checkpoints(tmp_path / "two")] == [2]
+
+
+def test_a_listing_is_what_is_there_now(gate, url):
+    here, elsewhere = ObjectStore(url), ObjectStore(url)
+    elsewhere.put("a/b", b"1")
+    assert here.sizes() == {"a/b": 1}
+    elsewhere.put("a/c", b"22")
+    elsewhere.delete("a/b")
+    assert here.sizes() == {"a/c": 2}
 
 
 def test_the_way_back_holds_there(tmp_path, gate, url):

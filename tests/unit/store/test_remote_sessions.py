@@ -91,7 +91,10 @@ def test_a_session_that_is_overtaken_while_it_tidies_up_leaves_the_later_ones_al
         assert new.best.step == 20
 
 
-def test_a_session_that_is_overtaken_as_it_begins_sweeps_nothing(tmp_path, memory):
+@pytest.mark.parametrize("request_of_the_start", [BEGIN + 1, BEGIN + 2])
+def test_a_session_that_is_overtaken_as_it_begins_sweeps_nothing(
+    tmp_path, memory, request_of_the_start
+):
     """What it sees may be what the later one is putting just now."""
 
     def later() -> None:
@@ -99,7 +102,7 @@ def test_a_session_that_is_overtaken_as_it_begins_sweeps_nothing(tmp_path, memor
         ObjectStore(memory).put(f"step_9-9-{'0' * 16}/rank-00000.safetensors", b"on its way")
 
     with (
-        open_store(tmp_path, OvertakenObjects(memory, BEGIN + 1, later)) as store,
+        open_store(tmp_path, OvertakenObjects(memory, request_of_the_start, later)) as store,
         pytest.raises(Locked, match="process"),
     ):
         store.restore()
@@ -114,8 +117,8 @@ def test_a_session_that_is_overtaken_goes_back_for_nobody_else(tmp_path, memory)
     def later() -> None:
         ObjectStore(memory).put("session.json", b"{}")
 
-    # It has listed and confirmed, and fetched the data and the manifest.
-    there = OvertakenObjects(memory, BEGIN + 4, later)
+    # It has listed, read two manifests, begun with three requests, and fetched the data.
+    there = OvertakenObjects(memory, 8, later)
     with open_store(tmp_path / "two", there, keep_last_n=0) as two, pytest.raises(Locked):
         two.restore(1)
     assert names(memory) == ["step_1", "step_2"]
