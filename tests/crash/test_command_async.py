@@ -33,18 +33,19 @@ def words(config, run, *more):
 def test_saves_that_return_at_once_change_no_bit_of_the_run(config, tmp_path):
     """Each step saved, of weights so large that they are copied later: every step has to wait."""
     large = ("--model.hidden_size=256", "--checkpoint.keep_last_n=0", "--checkpoint.interval=1")
-    for folder, mode in (("sync", "disabled"), ("async", "async")):
+    for folder, mode in (("sync", "disabled"), ("async", "async"), ("bounded", "bounded")):
         run = f"--checkpoint.dir={tmp_path / folder}"
         words = ("train", config, run, f"--checkpoint.async_mode={mode}", *large)
         # The writer is slower than a step: it would copy what the step left, were there no fence.
         done = keepstep(*words, extra=injecting(at=0, hold_copy=0.3))
         assert done.returncode == 0, done.stdout
         assert steps(tmp_path / folder) == list(range(1, 11))
-    one, other = tmp_path / "sync", tmp_path / "async"
-    assert losses(one) == losses(other)
-    for step in steps(one):
-        assert digests(one, step) == digests(other, step)
-    assert [event["step"] for event in events(other, "saved")] == list(range(1, 11))
+    one = tmp_path / "sync"
+    for other in (tmp_path / "async", tmp_path / "bounded"):
+        assert losses(one) == losses(other)
+        for step in steps(one):
+            assert digests(one, step) == digests(other, step)
+        assert [event["step"] for event in events(other, "saved")] == list(range(1, 11))
 
 
 PARTS = 3

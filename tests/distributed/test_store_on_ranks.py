@@ -1,6 +1,7 @@
 """The store alone on several ranks: any number of them reads what any other number wrote."""
 
 import json
+import math
 
 import pytest
 
@@ -13,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module
+)
 from keepstep.config.schema import DistributedConfig
 from keepstep.distributed.group import join_ranks, open_group
 from keepstep.optim.optimizer import build_optimizer
@@ -25,8 +29,8 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(7, 4)
-        self.layer = torch.nn.Linear(4, 5)
-        self.narrow = torch.nn.Linear(5, 1)
+        self.layer = torch.nn.Linear(4, 6)
+        self.narrow = torch.nn.Linear(6, 1)
         self.head = torch.nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("count", torch.arange(3.0))
@@ -38,9 +42,15 @@ def build(seed, size):
     torch.manual_seed(seed)
     model = Model()
     if size > 1:
-        axes = [int(n) for n in mesh_shape.split("x")]
-        names = ("replicate", "shard")[-len(axes):]
-        mesh = init_device_mesh("cpu", tuple(axes), mesh_dim_names=names)
+        axes = tuple(int(n.strip("t")) for n in mesh_shape.split("x"))
+        if "t" in mesh_shape:
+            mesh = init_device_mesh("cpu", axes, mesh_dim_names=("shard", "tensor"))
+            plan = {"layer": ColwiseParallel(), "narrow": RowwiseParallel()}
+            parallelize_module(model, mesh["tensor"], plan)
+            mesh = mesh["shard"]
+        else:
+            names = ("replicate", "shard")[-len(axes):]
+            mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
         fully_shard(model, mesh=mesh)
     return TrainingState(model=model, optimizer=build_optimizer(OptimizerConfig(), model))
 
@@ -93,23 +103,32 @@ def run(size: int, code: str, folder, mesh: str = "") -> list[dict]:
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for _, text in ended]
 
 
-@pytest.fixture(scope="module", params=["1", "3", "2x2"])
+def ranks_in(mesh: str) -> int:
+    return math.prod(int(n.strip("t")) for n in mesh.split("x"))
+
+
+@pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    size = 4 if request.param == "2x2" else int(request.param)
-    found = run(size, SAVE, folder, request.param)
+    found = run(ranks_in(request.param), SAVE, folder, request.param)
     assert all(one == found[0] for one in found)
     return folder, found[0]
 
 
-@pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
+# `t` marks tensor parallel ranks: beside FSDP's, one axis is cut twice.
+FROM_AND_TO = [
+    ("1", "2"), ("1", "2xt2"), ("3", "1"), ("3", "2x2"), ("2x2", "2"), ("2x2", "1xt2"),
+    ("1xt2", "2"), ("2xt2", "1"), ("2xt2", "3"), ("2xt2", "2x2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "mesh"), FROM_AND_TO, indirect=["saved"])
 def test_any_number_of_ranks_reads_what_any_other_wrote_bit_for_bit(saved, tmp_path, mesh):
     import shutil
 
     folder, expected = saved
     shutil.copytree(folder, tmp_path / "copy", symlinks=True)
-    size = 4 if mesh == "2x2" else int(mesh)
-    for found in run(size, LOAD, tmp_path / "copy", mesh):
+    for found in run(ranks_in(mesh), LOAD, tmp_path / "copy", mesh):
         assert found == expected
     entries = list_checkpoints(tmp_path / "copy")
     assert [entry.step for entry in entries] == [2, 3]

@@ -159,8 +159,9 @@ class CheckpointConfig:
     """Keep the newest checkpoint of each of the last so many hours (UTC); 0 keeps none so."""
     keep_daily: int = 0
     """Keep the newest checkpoint of each of the last so many days (UTC); 0 keeps none so."""
-    async_mode: Literal["disabled", "async"] = "disabled"
-    """async: a save returns at once and is written while training goes on; costs host memory."""
+    async_mode: Literal["disabled", "async", "bounded"] = "disabled"
+    """async: a save returns at once and is written while training goes on; costs host memory, once
+    the state. bounded: without the copy, and the next update waits until it is durable."""
     save_retries: int = 2
     """Further attempts, with back-off, when a save fails; then the run stops."""
     commit_method: Literal["auto", "rename", "manifest-last"] = "auto"

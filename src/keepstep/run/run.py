@@ -48,6 +48,7 @@ from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, digest_of
 from keepstep.store.plain import decode, encode
 from keepstep.store.ranks import first
+from keepstep.store.remote import ObjectStore
 from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
@@ -122,8 +123,9 @@ class Run:
             commit_method=config.commit_method,
             layout=config.layout,
             verify_after_write=config.verify_after_write,
-            remote=config.remote,
-            remote_timeout=seconds(config.remote_timeout),
+            bounded_memory=config.async_mode == "bounded",
+            remote=config.remote
+            and ObjectStore(config.remote, timeout=seconds(config.remote_timeout)),
             disk=self.disk,
             on_event=self._on_store_event,
         )

@@ -366,6 +366,7 @@ def _write(
             raise SaveAbandoned(f"{staging.name} was given up while it was written")
 
     files, tensors = unchanged.write(snapshot, staging, disk=disk, go_on=go_on, tell=on_event)
+    snapshot.confirm()
     return {
         "files": [asdict(entry) for entry in files],
         "tensors": [asdict(entry) for entry in tensors],

@@ -42,12 +42,14 @@ class Saving:
     """How a session saves, whatever the file system can do.
 
     `retries`: attempts after the first. `verify_after_write`: a save is over when all of it was
-    read back from the disk. `files`: each checkpoint is one file.
+    read back from the disk. `files`: each checkpoint is one file. `bounded_memory`: what is written
+    while training goes on is not copied first.
     """
 
     retries: int
     verify_after_write: bool
     files: bool
+    bounded_memory: bool
 
     def checked(self, method: str, *, remote: bool) -> Self:
         """Return itself; UsageError where files cannot be saved by that method, or in a remote."""

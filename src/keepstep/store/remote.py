@@ -180,7 +180,6 @@ def _as_os_error(error: BaseException, place: str) -> OSError:
 
 def open_home(
     remote: str | ObjectStore,
-    timeout: float,
     retries: int,
     folder: Path,
     disk: "Disk",
@@ -193,6 +192,6 @@ def open_home(
     from keepstep.store.remote_commit import Remote
     from keepstep.store.remote_resume import Homecoming
 
-    objects = ObjectStore(remote, timeout=timeout) if isinstance(remote, str) else remote
+    objects = ObjectStore(remote) if isinstance(remote, str) else remote
     there = Remote(objects, retries=retries)
     return Homecoming(there, folder, disk=disk, ranks=ranks, tell=tell)

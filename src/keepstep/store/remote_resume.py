@@ -73,7 +73,7 @@ class Homecoming:
         pick: Callable[[list[Checkpoint]], Whole],
         *,
         step: int | None,
-    ) -> tuple[list[Checkpoint], Whole | None]:
+    ) -> tuple[list[Checkpoint], Whole] | None:
         """Return what stands here, and the newest whole one of both; None where nothing is.
 
         ``pick``: finds it in a folder. ``step``: only of that step.
@@ -95,7 +95,7 @@ class Homecoming:
                     return self._with_best(found, whole[1].best), whole
             found = look_together(self._folder, self._ranks, files=False)
         first(self._ranks, "remote: nothing", lambda: self._require_nothing(step))
-        return found, None
+        return None
 
     def follow(self, chosen: Manifest, best: Best | None) -> None:
         """Set aside there what does not lead to the chosen one, and put it, and the best, there."""

@@ -72,7 +72,7 @@ def find(
     ranks: Ranks,
     home: "Homecoming | None",
     ready: Callable[[], None],
-) -> tuple[list[Checkpoint], Whole | None]:
+) -> tuple[list[Checkpoint], Whole] | None:
     """Return what a folder holds, and the one to continue from; None where nothing is there.
 
     ``home``: fetches from the remote, if there is one. ``ready``: called when all is known to be
@@ -95,9 +95,9 @@ def find(
         home.check(found, check, look=False)
         return home.choose(found, pick, step=step)
     check(found, ranks=ranks)
-    whole = pick(found) if found else None
+    chosen = (found, pick(found)) if found else None
     ready()
-    return found, whole
+    return chosen
 
 
 def check_choice(

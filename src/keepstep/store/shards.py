@@ -120,12 +120,29 @@ def _held(shape: Shape, mesh: Any, placements: tuple[Any, ...]) -> tuple[Region,
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return Region(offset=(0,) * len(shape), shape=(0,) * len(shape)), 1, 0
-    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    copies, copy = 1, 0
+    copies, copy = _groups_like(mesh)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             copies *= mesh.size(axis)
-            copy = copy * mesh.size(axis) + coordinate[axis]
+            copy = copy * mesh.size(axis) + (coordinate[axis] if coordinate else 0)
+    if coordinate is None:
+        # Not one of them, and all the same it counts what they hold as they do.
+        return Region(offset=(0,) * len(shape), shape=(0,) * len(shape)), copies, copies
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Region(offset=tuple(offset), shape=tuple(local_shape)), copies, copy
+
+
+def _groups_like(mesh: Any) -> tuple[int, int]:
+    """Return how many groups of ranks hold what this one holds, and which of them this one is.
+
+    A mesh that is a slice of another, as that of FSDP beside tensor parallel ranks, has one such
+    group for each place along the axes that it leaves out.
+    """
+    root = mesh._get_root_mesh()
+    places = torch.isin(root.mesh, mesh.mesh).nonzero()
+    groups, group = 1, 0
+    for axis in range(root.ndim):
+        if len(places[:, axis].unique()) == 1:
+            groups *= root.size(axis)
+            group = group * root.size(axis) + int(places[0, axis])
+    return groups, group

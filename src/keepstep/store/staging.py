@@ -7,12 +7,14 @@ Guarantees:
    counter, and by samples of its bytes, since fused optimizers, `.data` and numpy do not move the
    counter. The save then fails by that tensor's name.
 3. The memory of the copies is allocated once and used again: saving does not grow a process.
+4. Where memory is bounded, nothing is copied but what is small or moving: the rest is written from
+   where it is, and whoever changes it waits until it is durable.
 
 Not found: a write that misses every sample and moves no counter, such as one row of an embedding
 changed through `.data`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,12 +61,21 @@ class Cut:
     """The state that a save is of: some of it copied already, the rest watched until it is."""
 
     def __init__(
-        self, snapshot: Snapshot, arena: Arena, *, moving: Collection[str], everything: bool
+        self,
+        snapshot: Snapshot,
+        arena: Arena,
+        *,
+        moving: Collection[str],
+        everything: bool,
+        in_place: bool,
     ) -> None:
-        """Take the cut. ``moving``: names copied at once; ``everything``: all of them are."""
+        """Take the cut. ``moving``: names copied at once; ``everything``: all of them are.
+
+        ``in_place``: the rest is never copied.
+        """
         self._snapshot = snapshot
+        self._in_place = in_place
         names = in_file_order(snapshot)
-        self._places = arena.places(snapshot.parts, names)
         now: list[str] = []
         self._watched: list[_Watched] = []
         for name in names:
@@ -75,6 +86,7 @@ class Cut:
                 now.append(name)
             else:
                 self._watched.append(_Watched.begin(name, local, flat))
+        self._places = arena.places(snapshot.parts, now if in_place else names)
         if now:
             sources = [snapshot.parts[name].local for name in now]
             torch._foreach_copy_([self._places[name] for name in now], sources)
@@ -87,8 +99,10 @@ class Cut:
     def copy(self) -> Snapshot:
         """Copy the rest and return the state in memory of its own; SaveFailed if it was changed.
 
-        Called by the writer, once.
+        Called by the writer, once. What stays in place is confirmed when it is written.
         """
+        if self._in_place:
+            return self._with_copies(confirm=self._confirm)
         if self._event is None:
             self._copy_watched()
         else:
@@ -97,18 +111,25 @@ class Cut:
             with torch.cuda.stream(stream):
                 self._copy_watched()
             stream.synchronize()
-        changed = [item.name for item in self._watched if item.is_changed()]
+        self._confirm()
         self._watched = []
+        return self._with_copies(confirm=lambda: None)
+
+    def _confirm(self) -> None:
+        """Raise SaveFailed where something that is watched was changed since the cut."""
+        changed = [item.name for item in self._watched if item.is_changed()]
         if changed:
             raise SaveFailed(
                 f"{', '.join(changed[:3])}{' and others' * (len(changed) > 3)} changed while being"
-                " saved; nothing was written",
+                " saved; nothing was saved",
                 hint="Call store.fence() before whatever writes to the weights, as"
                 " store.fence_before(optimizer) does, or save with copy_now=True.",
             )
+
+    def _with_copies(self, *, confirm: Callable[[], None]) -> Snapshot:
         parts = self._snapshot.parts
         copied = {name: replace(parts[name], local=place) for name, place in self._places.items()}
-        return replace(self._snapshot, parts={**parts, **copied})
+        return replace(self._snapshot, parts={**parts, **copied}, confirm=confirm)
 
     def _copy_watched(self) -> None:
         for item in self._watched:

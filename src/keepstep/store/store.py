@@ -56,8 +56,9 @@ class Store:
     damaged, set_aside, written_anew, deleted, best_gone, housekeeping_failed, disk_refused,
     verified_on_disk, not_read_back; of a remote: uploaded, fetched, passed_over, remote_retry.
     `verify_after_write`: a save is over when all of it was read back from the disk.
-    `remote`: a URL of fsspec, where each checkpoint is put as well: a save is over when it is there
-    too. `remote_timeout`: seconds without progress after which a request has failed.
+    `remote`: a URL of fsspec, or an `ObjectStore` that has a deadline of its own, where each
+    checkpoint is put as well: a save is over when it is there too.
+    `bounded_memory`: with `wait=False` nothing is copied; the fence holds until all is durable.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Store:
         commit_method: Literal["auto"] | CommitMethod = "auto",
         layout: Literal["folders", "files"] = "folders",
         verify_after_write: bool = False,
+        bounded_memory: bool = False,
         remote: str | ObjectStore = "",
-        remote_timeout: float = 300.0,
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -98,12 +99,13 @@ class Store:
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
-        self.home = open_home(
-            remote, remote_timeout, save_retries, self.folder, self._disk, self._ranks, on_event
-        )
+        self.home = open_home(remote, save_retries, self.folder, self._disk, self._ranks, on_event)
         self._probe = partial(probe, self.folder, self._disk, method, on_event)
         self._saving = Saving(
-            retries=save_retries, verify_after_write=verify_after_write, files=layout == "files"
+            retries=save_retries,
+            verify_after_write=verify_after_write,
+            files=layout == "files",
+            bounded_memory=bounded_memory,
         ).checked(commit_method, remote=bool(remote))
         self._on_event = on_event
         self._ready_to_save = False
@@ -184,7 +186,7 @@ class Store:
         self._join()
         self._ranks.meet("restore")
         self.open()
-        found, whole = resume.find(
+        found = resume.find(
             self.folder,
             choice,
             files=self._saving.files,
@@ -195,11 +197,10 @@ class Store:
             home=self.home,
             ready=self._make_ready_to_save,
         )
-        if whole is None:
+        if found is None:
             return None
         restored = resume.take_up(
-            found,
-            whole,
+            *found,
             line=self._line,
             disk=self._disk,
             ranks=self._ranks,
@@ -246,13 +247,12 @@ class Store:
 
         `state` is a tree of tensors and plain values; anything else is refused by name
         (UnsafeState). Saving again what is already committed changes nothing. Raises SaveFailed
-        after the retries; every older checkpoint is then as it was.
+        after the retries; every older checkpoint is then as it was. ``facts``: see `GivenFacts`.
 
-        ``wait=False`` returns None at once, and a thread writes. Large tensors are copied
-        meanwhile: nothing may change them before `fence` has returned, which `fence_before` sees
-        to. ``copy_now`` names those that change sooner, such as large buffers, or is True for
-        all. What became of the save is for `collect`; an error is raised there, or by the next
-        call. One save at a time: a second one waits for the first. ``facts``: see `GivenFacts`.
+        ``wait=False`` returns None at once, and a thread writes. Nothing may change large tensors
+        before `fence` has returned, which `fence_before` sees to. ``copy_now`` names those that
+        change sooner, such as large buffers, or is True for all. What became of the save is for
+        `collect`; an error is raised there, or by the next call. A second one waits for the first.
         """
         self._prepare(f"the save of step {step}")
         started, writer = time.monotonic(), self._make_writer()
@@ -335,7 +335,7 @@ class Store:
     def collect(self) -> Saved | None:
         """Wait for the save that was begun with `wait=False`; return it, once, or raise its error.
 
-        None where there is none. On several ranks all of them call it.
+        None where there is none. Called by all ranks.
         """
         return self._writer.collect() if self._writer is not None else None
 

@@ -53,11 +53,14 @@ class Snapshot:
     """A state taken apart: its plain tree as JSON, and its tensors by name, shared ones once.
 
     `parts` holds what this process has of every tensor, `written` the names that it writes.
+    `confirm`, called when all is written and before it is committed, raises where some of it was
+    changed meanwhile.
     """
 
     plain: Any
     parts: dict[str, Part]
     written: frozenset[str]
+    confirm: Callable[[], None] = lambda: None
 
     def digest(self) -> str:
         """Return the digest of what all ranks must have alike: plain state, names and shapes."""

@@ -114,7 +114,13 @@ class Writer:
         if isinstance(moving, str):
             # One name: in a string, every part of it would be another.
             moving = (moving,)
-        return Cut(snapshot, self._arena, moving=moving, everything=copy_now is True)
+        return Cut(
+            snapshot,
+            self._arena,
+            moving=moving,
+            everything=copy_now is True,
+            in_place=self._saving.bounded_memory,
+        )
 
     def save_later(self, cut: Cut, facts: Facts, *, started: float) -> None:
         """Begin to write what was cut, and return."""
@@ -125,8 +131,11 @@ class Writer:
         def work(pending: Pending) -> Saved:
             copied: list[Snapshot] = []
             together(ranks, "save: copy", lambda: copied.append(cut.copy()))
-            pending.copied.set()
-            return self._write(copied[0], facts, started, ranks, pending.halt, pending.tell)
+            if not self._saving.bounded_memory:
+                pending.copied.set()
+            return self._write(
+                copied[0], facts, started, ranks, pending.halt, pending.tell, pending.copied.set
+            )
 
         self._pending = Pending(work)
 
@@ -189,6 +198,7 @@ class Writer:
         ranks: Ranks,
         halt: threading.Event,
         tell: Callable[..., None],
+        on_durable: Callable[[], None] = lambda: None,
     ) -> Saved:
         """Commit, adopt and tidy up, in the thread of the caller or of a pending save."""
         first(ranks, "save: lock", self._lock.confirm)
@@ -204,6 +214,7 @@ class Writer:
             halt=halt,
             on_event=tell,
         )
+        on_durable()
         saved = Saved(
             path=self._folder / manifest.name,
             manifest=manifest,

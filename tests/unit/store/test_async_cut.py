@@ -51,11 +51,11 @@ def assert_equal(found, expected):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Hold the writer before it copies, until the event is set or a second has passed."""
+    """Hold the writer before it copies, until the event is set or 0.3 s have passed."""
     event, copy = threading.Event(), staging.Cut.copy
 
     def late(cut):
-        event.wait(1.0)
+        event.wait(0.3)
         return copy(cut)
 
     monkeypatch.setattr(staging.Cut, "copy", late)
@@ -70,11 +70,14 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_waits_at_the_fence_and_what_is_stored_is_the_cut(tmp_path, held, optimizer):
+def test_a_step_waits_at_the_fence_and_what_is_stored_is_the_cut(
+    tmp_path, held, optimizer, bounded
+):
     kind, options = OPTIMIZERS[optimizer]
     training = Training(kind, **options)
-    with Store(tmp_path, keep_last_n=0) as store:
+    with Store(tmp_path, keep_last_n=0, bounded_memory=bounded) as store:
         store.fence_before(training.optimizer)
         store.restore()
         cuts = []
@@ -107,11 +110,12 @@ def through_numpy(training):
 WRITES = {"in place": in_place, ".data": through_data, "numpy": through_numpy}
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("write", [*WRITES, *OPTIMIZERS])
-def test_a_write_without_the_fence_fails_the_save_by_name(tmp_path, held, write):
+def test_a_write_without_the_fence_fails_the_save_by_name(tmp_path, held, write, bounded):
     kind, options = OPTIMIZERS.get(write, ("adamw", {"fused": True}))
     training = Training(kind, **options)
-    with Store(tmp_path) as store:
+    with Store(tmp_path, bounded_memory=bounded) as store:
         store.restore()
         store.save(training.state(), step=1)
         store.save(training.state(), step=2, wait=False)
@@ -161,10 +165,11 @@ def test_small_tensors_and_plain_values_are_of_the_cut_without_a_fence(tmp_path,
     assert found["plain"] == {"steps": [1]}
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("copy_now", [True, ("running",)])
-def test_what_is_copied_now_may_change_at_once(tmp_path, held, copy_now):
+def test_what_is_copied_now_may_change_at_once(tmp_path, held, copy_now, bounded):
     running = torch.zeros(ROWS, ROWS)
-    with Store(tmp_path) as store:
+    with Store(tmp_path, bounded_memory=bounded) as store:
         store.restore()
         store.save({"running": running}, step=1, wait=False, copy_now=copy_now)
         running.add_(1)
@@ -199,10 +204,11 @@ def odd_tensors():
     }
 
 
-def test_tensors_of_every_kind_come_back_as_a_synchronous_save_stores_them(tmp_path):
+@pytest.mark.parametrize("bounded", [False, True])
+def test_tensors_of_every_kind_come_back_as_a_synchronous_save_stores_them(tmp_path, bounded):
     state = odd_tensors()
     state["tied"] = state["bfloat16"]
-    with Store(tmp_path, keep_last_n=0) as store:
+    with Store(tmp_path, keep_last_n=0, bounded_memory=bounded) as store:
         store.restore()
         store.save(state, step=1)
         store.save(state, step=2, wait=False)

@@ -1,5 +1,6 @@
 """The thread that writes a save in flight: its errors, its events, its end, what it leaves."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -50,6 +51,97 @@ def test_fifty_saves_grow_neither_memory_nor_descriptors_nor_threads(tmp_path):
     (memory, *things), (more_memory, *more_things) = seen
     assert more_things == things
     assert more_memory - memory < 8 << 20, "the state has 16 MiB"
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+
+import torch
+
+from keepstep.store import Store
+
+
+def high_water_bytes():
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x]
+    return int(line.split()[1]) << 10
+
+
+state = {str(n): torch.ones(16 << 20) for n in range(4)}
+with Store(sys.argv[1], bounded_memory=sys.argv[2] == "bounded") as store:
+    store.restore()
+    store.save({"w": torch.ones(1 << 20)}, step=1, wait=False)
+    before = high_water_bytes()
+    store.save(state, step=2, wait=False)
+    store.collect()
+    arena = store._writer._arena._memory.numel()
+    print((high_water_bytes() - before) >> 20, arena >> 20)
+"""
+
+
+@pytest.mark.parametrize(("mode", "low", "high"), [("bounded", 0, 64), ("copied", 240, 384)])
+def test_a_save_in_flight_needs_the_memory_that_is_said(tmp_path, mode, low, high):
+    """The state has 256 MiB: it is held a second time, or not at all."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path, mode], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    grown, arena = map(int, done.stdout.split())
+    assert low <= grown <= high
+    # What is never touched is no memory yet, but on a GPU's host it would be pinned.
+    assert arena == (256 if mode == "copied" else 0)
+
+
+class FailingOnce(Disk):
+    """Fails the first operation of a name on what is being saved."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def operation(self, name, path):
+        if name == self.name and ".staging-1" in str(path):
+            self.name = ""
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+@pytest.mark.parametrize("failing", ["write", "rename"])
+def test_what_is_not_copied_is_held_until_an_attempt_succeeds(tmp_path, failing):
+    """The second attempt reads the state again: had the fence been open, it would be another."""
+    weight = torch.zeros(ROWS, ROWS)
+    with Store(tmp_path, disk=FailingOnce(failing), bounded_memory=True) as store:
+        store.restore()
+        store.save({"w": weight}, step=1, wait=False)
+        store.fence()
+        assert [entry.step for entry in list_checkpoints(tmp_path)] == [1]
+        weight.add_(1)
+        assert store.collect().new
+        assert store._disk.name == "", "nothing failed"
+    assert not load_state(tmp_path / "step_1")["w"].any()
+
+
+class SlowToDelete(Disk):
+    """Waits before a delete until it is let go."""
+
+    def __init__(self):
+        self.waiting, self.let_go = threading.Event(), threading.Event()
+
+    def operation(self, name, path):
+        if name == "unlink" and ".trash" in str(path):
+            self.waiting.set()
+            self.let_go.wait(10)
+
+
+def test_what_is_not_copied_is_held_no_longer_than_until_it_is_durable(tmp_path):
+    disk = SlowToDelete()
+    with Store(tmp_path, disk=disk, keep_last_n=1, bounded_memory=True) as store:
+        store.restore()
+        store.save({"w": torch.zeros(ROWS, ROWS)}, step=1)
+        store.save({"w": torch.ones(ROWS, ROWS)}, step=2, wait=False)
+        disk.waiting.wait(10)
+        store.fence()
+        assert store.is_saving and not disk.let_go.is_set()
+        assert store.is_busy(), "the fence opened only when the old one was deleted"
+        disk.let_go.set()
 
 
 class Asked:

@@ -41,7 +41,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def open_store(folder: Path, url: str, **more: Any) -> Store:
-    return Store(folder, remote=url, remote_timeout=20, **more)
+    return Store(folder, remote=ObjectStore(url, timeout=20), **more)
 
 
 def is_data(method: str, path: str) -> bool:
@@ -154,7 +154,7 @@ def silence(gate) -> Iterator[Any]:
 
 
 def test_a_server_that_never_answers_is_left_at_the_deadline(tmp_path, gate, url, silence):
-    with Store(tmp_path, remote=url, remote_timeout=1, save_retries=0) as store:
+    with Store(tmp_path, remote=ObjectStore(url, timeout=1), save_retries=0) as store:
         store.restore()
         gate.rule = silence("rank-")
         with pytest.raises(SaveFailed, match="no answer to put_file for 1 s"):
