@@ -61,7 +61,7 @@ class ObjectStore:
         except ImportError as error:
             raise UsageError(
                 f"the remote {self.shown} needs a package that is not there: {error}",
-                hint="Install it with: pip install 'keepstep[remote]'",
+                hint="What s3:// needs comes with: pip install 'keepstep[remote]'",
             ) from error
         except ValueError as error:
             raise UsageError(f"the remote {self.shown} cannot be used: {error}") from error

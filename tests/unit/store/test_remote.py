@@ -154,5 +154,7 @@ def test_a_remote_that_cannot_be_is_refused_at_once_without_its_secrets(tmp_path
         with pytest.raises(UsageError, match="the remote") as caught:
             Store(tmp_path, remote=wrong)
         assert "secret" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"gs://b needs a package that is not there: .*gcsfs"):
+        Store(tmp_path, remote="gs://b")
     with pytest.raises(UsageError, match="in folders"):
         Store(tmp_path, remote="memory://b", layout="files")
