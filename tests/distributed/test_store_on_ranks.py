@@ -183,6 +183,7 @@ def test_of_copies_one_is_written_and_the_bytes_are_spread(tmp_path):
 def test_a_save_on_one_rank_only_is_named_within_seconds(tmp_path):
     code = SAVE.replace("    saved = store.save", "    if group.rank == 0: store.save")
     begin = BEGIN.replace("ranks=group.ranks", "ranks=join_ranks(meet_seconds=2)")
+    # The other one is in a collective that nobody answers, and ends all the same.
     ended = run_code(2, begin + code + END, tmp_path, "", "2")
     assert all(exit_code != 0 for exit_code, _ in ended), ended
     assert "rank 0 waited 2 s for the others in the save of step 2" in ended[0][1]

@@ -241,7 +241,7 @@ def test_verify_names_the_file_that_is_at_fault(untouched, tmp_path):
     of = {name: lines[lines.index(f"{name}: damaged") + 1] for name in ("step_3", "step_6")}
     assert of["step_3"].startswith(f"  {cut.name}: is 10 bytes, not")
     assert of["step_6"] == f"  {gone.name}: is missing"
-    assert "  manifest.json: manifest.json is missing" in lines
+    assert "  manifest.json: is missing" in lines
 
 
 def test_more_workers_than_cores_are_no_warning(config, tmp_path):

@@ -94,7 +94,12 @@ class Health(threading.Thread):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop watching, and part from the others once they need this process no more."""
+        """Stop watching, and part from the others once they need this process no more.
+
+        What leaves by an error nobody has told of is told: they may be waiting for this rank.
+        """
+        if error is not None:
+            self.report(error, error.exit_code if isinstance(error, KeepstepError) else 1)
         self._over.set()
         self.join()
         while self._asker.is_alive() and self._silence_of_store() <= self._deadline_seconds:

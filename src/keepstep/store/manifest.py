@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -92,7 +92,7 @@ class Best:
     """The best value of a metric so far in a run, and the checkpoint that had it."""
 
     metric: str
-    mode: str
+    mode: Literal["min", "max"]
     value: float
     sequence: int
     step: int

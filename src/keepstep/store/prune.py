@@ -49,12 +49,11 @@ def kept_because(
     ]
     reasons: dict[int, list[str]] = {}
     if standing:
-        newest = max(standing, key=lambda manifest: manifest.sequence)
         reasons = reasons_to_keep(
             standing,
             policy or Retention(keep_last_n=1),
             now=now,
-            best=best_sequence(folder, newest),
+            best=best_sequence(folder, standing),
             pinned={m.sequence for m in standing if identity_of(m) in pins},
         )
     return {

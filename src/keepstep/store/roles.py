@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.errors import NotFound
+from keepstep.store.best import BestSoFar
 from keepstep.store.catalog import Checkpoint, is_copy, list_checkpoints, look_at, pointed_at
 from keepstep.store.layout import (
     BEST_FILE,
@@ -28,7 +29,7 @@ NO_RUNS, ANOTHER_RUNS = "no run's", "another run's"
 
 def found_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return all checkpoints of a run, aside ones last; NotFound where there are none."""
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         raise NotFound(
             f"{folder} is a file, not the folder of a run",
             hint="`keepstep ckpt ls` and `verify` take one .pth file; all else takes a folder.",
@@ -71,9 +72,9 @@ def roles_of(entry: Checkpoint, entries: Sequence[Checkpoint]) -> list[str]:
     ]
     if entry.manifest is None or whose(entry, entries):
         return []
-    newest = max(kept, key=lambda manifest: manifest.sequence)
-    roles = [LATEST_NAME] if entry.manifest.sequence == newest.sequence else []
-    if best_sequence(entry.path.parent, newest) == entry.manifest.sequence:
+    newest = max(manifest.sequence for manifest in kept)
+    roles = [LATEST_NAME] if entry.manifest.sequence == newest else []
+    if best_sequence(entry.path.parent, kept) == entry.manifest.sequence:
         roles.append(BEST_NAME)
     return roles + (["milestone"] if entry.manifest.milestone else [])
 
@@ -114,10 +115,19 @@ def label_of(entry: Checkpoint) -> str:
     return f"{entry.path.parent.name}/{entry.name}" if entry.aside else entry.name
 
 
-def best_sequence(folder: Path, newest: Manifest) -> int | None:
-    """Return the number of the best checkpoint, given the newest one's manifest."""
+def best_sequence(folder: Path, kept: Sequence[Manifest]) -> int | None:
+    """Return the number of the best of these checkpoints, of which there is one.
+
+    Where the best so far is not among them, because it is damaged, it is the one that a resume
+    takes in its place.
+    """
+    newest = max(kept, key=lambda manifest: manifest.sequence)
     if newest.is_file and is_copy(folder / BEST_FILE, look_at(folder / newest.name)):
         return newest.sequence
     if pointed_at(folder / BEST_NAME) == step_name(newest.step):
         return newest.sequence
-    return newest.best.sequence if newest.best is not None else None
+    if newest.best is None:
+        return None
+    best = BestSoFar(metric=newest.best.metric, mode=newest.best.mode)
+    best.restore(newest, kept, must_stand=True)
+    return best.best.sequence if best.best is not None else None

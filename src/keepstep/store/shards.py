@@ -142,7 +142,7 @@ def _groups_like(mesh: Any) -> tuple[int, int]:
     places = torch.isin(root.mesh, mesh.mesh).nonzero()
     groups, group = 1, 0
     for axis in range(root.ndim):
-        if len(places[:, axis].unique()) == 1:
+        if len(set(places[:, axis].tolist())) == 1:
             groups *= root.size(axis)
             group = group * root.size(axis) + int(places[0, axis])
     return groups, group

@@ -40,15 +40,9 @@ def verify(checkpoint: Checkpoint, *, from_disk: bool = False) -> list[Fault]:
         # A file that the manifest lists and that is missing or of another size is at fault itself.
         text = fault_from(error)
         name, _, rest = text.partition(" ")
-        is_data = is_data_name(name)
-        return [
-            Fault(
-                file=name if is_data else MANIFEST_NAME,
-                tensor="",
-                offset=0,
-                message=rest if is_data else text,
-            )
-        ]
+        is_named = name == MANIFEST_NAME or is_data_name(name)
+        file, message = (name, rest) if is_named else (MANIFEST_NAME, text)
+        return [Fault(file=file, tensor="", offset=0, message=message)]
     faults: list[Fault] = []
     for entry in manifest.files:
         try:

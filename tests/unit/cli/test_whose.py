@@ -161,6 +161,7 @@ def test_one_file_is_listed_and_verified_by_itself(tmp_path, capsys):
         ("nothing", "there is no folder", "Check the path"),
         ("empty", "holds no checkpoints", "Give the folder of a run"),
         ("file", "is a file, not the folder of a run", "take one .pth file"),
+        ("pipe.pth", "is a file, not the folder of a run", "take one .pth file"),
     ],
 )
 def test_a_place_without_checkpoints_is_said_in_words_and_in_json(
@@ -168,6 +169,7 @@ def test_a_place_without_checkpoints_is_said_in_words_and_in_json(
 ):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe.pth")
     assert main(["ckpt", verb, str(tmp_path / place), "--json"]) == 4
     out, err = capsys.readouterr()
     found = json.loads(out)

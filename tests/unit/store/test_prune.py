@@ -12,6 +12,7 @@ from keepstep.store.disk import Disk
 from keepstep.store.pins import pin
 from keepstep.store.prune import kept_because, plan
 from keepstep.store.retention import Retention
+from keepstep.store.roles import roles_of
 
 DATA = "rank-00000.safetensors"
 
@@ -53,6 +54,16 @@ def test_a_newest_one_that_is_damaged_inside_never_costs_the_newest_whole_one(fo
     found = planned(folder, keep_last_n=1)
     assert found["step_3"] == ("damaged",)
     assert found["step_2"] == ("best", "newest whole")
+
+
+@pytest.mark.parametrize("keep_best_n", [0, 1])
+def test_where_the_best_is_damaged_the_one_that_a_resume_takes_stays(folder, keep_best_n):
+    (folder / "step_2" / "manifest.json").unlink()
+    found = planned(folder, keep_last_n=1, keep_best_n=keep_best_n)
+    assert found["step_3"] == ("best",)
+    assert found["step_2"] == ("damaged",)
+    entries = list_checkpoints(folder)
+    assert [entry.name for entry in entries if "best" in roles_of(entry, entries)] == ["step_3"]
 
 
 def test_nothing_is_planned_where_no_checkpoint_is_whole(folder):
