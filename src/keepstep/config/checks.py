@@ -10,6 +10,7 @@ from keepstep.config.schema import SCHEDULE_FREE, Config
 from keepstep.config.strategies import strategy_names
 
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://[^@?#\s]+")
 _NAME_BYTES_MAX = 255
 _YEAR_SECONDS = 366 * 86400
 _Found = Iterator[tuple[str, str]]
@@ -151,6 +152,7 @@ def _checkpoint(config: Config) -> _Found:
             "'manifest-last' is for checkpoint.layout = 'folders': one file has no manifest beside"
             " it, and gets its name by a rename",
         )
+    yield from _remote(config)
     window = checkpoint.dyn_ckpt_window
     if window is None:
         return
@@ -168,6 +170,22 @@ def _checkpoint(config: Config) -> _Found:
             "checkpoint.dyn_ckpt_window.stop",
             f"{window.stop} lies before the window's start ({window.start})",
         )
+
+
+def _remote(config: Config) -> _Found:
+    """A remote is an address, and no more: what it may hold of credentials is not shown."""
+    remote = config.checkpoint.remote
+    if remote and not _REMOTE.fullmatch(remote):
+        yield (
+            "checkpoint.remote",
+            "must be a URL such as s3://bucket/prefix, with no user, password, query or white"
+            " space in it: credentials belong in the environment",
+        )
+    if remote and config.checkpoint.layout == "files":
+        yield "checkpoint.remote", "needs checkpoint.layout = 'folders'"
+    if not 0 < seconds(config.checkpoint.remote_timeout) <= _YEAR_SECONDS:
+        wrong = config.checkpoint.remote_timeout
+        yield "checkpoint.remote_timeout", f"must be more than 0 and at most a year, not {wrong!r}"
 
 
 def _names(config: Config) -> _Found:

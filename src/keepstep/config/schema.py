@@ -169,6 +169,10 @@ class CheckpointConfig:
     it hidden until its manifest is there. manifest-last: say it where a rename is a copy."""
     verify_after_write: bool = False
     """Read each checkpoint back from the disk, before older ones are deleted; twice the time."""
+    remote: str = ""
+    """URL of an object store, as `s3://bucket/prefix`, where each checkpoint is put as well."""
+    remote_timeout: Duration = "300s"
+    """Time without progress after which a request to the remote has failed."""
     save_after_skipped_end: bool = False
     """Save at the last step even where its update was skipped as not finite."""
     on_resume: StepOrWord = "newest"

@@ -14,8 +14,8 @@ from keepstep.run.environment import differences
 from keepstep.run.run import Run
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Restored
-from keepstep.store.catalog import checkpoints_in
 from keepstep.store.ranks import first
+from keepstep.store.standing import newest_known
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Task
@@ -51,8 +51,8 @@ def _choice(run: Run) -> Literal["newest", "fresh"] | int:
     wish = run.config.checkpoint.on_resume
     if wish == "newest":
         return "newest"
-    whole = [entry.manifest for entry in checkpoints_in(run.store.folder) if entry.manifest]
-    if whole and max(whole, key=lambda m: m.sequence).environment.get(_ON_RESUME) == wish:
+    newest = newest_known(run.store.folder, run.store.home)
+    if newest is not None and newest.environment.get(_ON_RESUME) == wish:
         return "newest"
     return "fresh" if wish == "fresh" else int(wish)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from keepstep.config.quantities import bytes_text, number_text
+from keepstep.config.quantities import bytes_text, number_text, seconds
 from keepstep.config.resolved import (
     RUN_TOML,
     checkpoint_folder,
@@ -48,6 +48,7 @@ from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, digest_of
 from keepstep.store.plain import decode, encode
 from keepstep.store.ranks import first
+from keepstep.store.remote import ObjectStore
 from keepstep.store.sweep import sweep
 
 _STORE_WORDS = {
@@ -57,6 +58,10 @@ _STORE_WORDS = {
     "disk_refused": "on this file system {what}",
     "verified_on_disk": "step {step}: every byte was read back from the disk in {seconds:.2f} s",
     "not_read_back": "step {step} is committed; there was no time to read it back from the disk",
+    "uploaded": "step {step} is in the remote too, after {seconds:.2f} s: {name}",
+    "fetched": "{name} fetched, every byte verified",
+    "passed_over": "{name} passed over: {fault}",
+    "remote_retry": "remote: attempt {attempt} to {what} failed ({error}); trying again",
     "set_aside": "{name} moved to {new_name}: kept, never chosen",
     "written_anew": "{name} holds frozen weights and is written anew, not linked: {why}",
     "damaged": "{name} is damaged: {fault}",
@@ -119,6 +124,8 @@ class Run:
             layout=config.layout,
             verify_after_write=config.verify_after_write,
             bounded_memory=config.async_mode == "bounded",
+            remote=config.remote
+            and ObjectStore(config.remote, timeout=seconds(config.remote_timeout)),
             disk=self.disk,
             on_event=self._on_store_event,
         )

@@ -67,9 +67,14 @@ def commit_with_retries(
             if attempt == saving.retries:
                 raise _save_failed(error, facts.step, folder, newest) from error
             on_event("retry", attempt=attempt + 1, step=facts.step, error=str(error))
-            if halt.wait(_BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]):
+            if halt.wait(back_off_seconds(attempt)):
                 raise SaveAbandoned(f"the save of step {facts.step} was given up") from error
     raise AssertionError("the loop above returns or raises")
+
+
+def back_off_seconds(attempt: int) -> float:
+    """Return how long to wait after an attempt (from 0) that failed."""
+    return _BACK_OFF_SECONDS[min(attempt, len(_BACK_OFF_SECONDS) - 1)]
 
 
 def _tell_refusals(disk: Disk, on_event: Callable[..., None]) -> None:

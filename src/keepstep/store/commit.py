@@ -47,7 +47,7 @@ from keepstep.store.manifest import (
     tensor_from_data,
     to_bytes,
 )
-from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.ranks import Ranks, first, require_alike, together
 from keepstep.store.regular import opened
 
 _NAME_BYTES_MAX = 64
@@ -75,7 +75,7 @@ def commit(
     session sweeps away. On other ranks than the first the manifest holds no files, tensors and
     plain state.
     """
-    staging = folder / first(ranks, "save: begin", lambda: _begin(folder, facts, disk))
+    staging = folder / first(ranks, "save: begin", lambda: begin(folder, facts, disk))
     made: list[Manifest] = []
 
     def make_visible() -> dict[str, Any]:
@@ -94,7 +94,7 @@ def commit(
         told = first(ranks, "save: commit", make_visible)
     except BaseException as error:
         if ranks.rank == 0:
-            _abandon(staging, disk, because=error)
+            abandon(staging, disk, because=error)
         raise
     if told["new"]:
         unchanged.committed(folder / step_name(facts.step))
@@ -105,7 +105,7 @@ def commit(
     return manifest_of(facts, told), told["new"]
 
 
-def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
+def begin(folder: Path, facts: Facts, disk: Disk) -> str:
     """Make the folder that is written into; return its name."""
     final = folder / step_name(facts.step)
     if is_hidden(final):
@@ -120,7 +120,7 @@ def _begin(folder: Path, facts: Facts, disk: Disk) -> str:
     return final.name
 
 
-def _abandon(staging: Path, disk: Disk, *, because: BaseException) -> None:
+def abandon(staging: Path, disk: Disk, *, because: BaseException) -> None:
     """Remove what a failed attempt left; what cannot be removed is hidden, or a leftover by name.
 
     What is committed stays: another rank may have been lost when all was durable.
@@ -153,16 +153,6 @@ def _show(path: Path, disk: Disk) -> None:
     """Make a folder that was hidden in its place visible, durably, or leave it hidden."""
     disk.unlink(_hiding_file(path))
     _sync_or(lambda: _hide_in_place(path, disk), path.parent, disk)
-
-
-def require_alike(written: list[dict[str, Any]]) -> None:
-    """Raise where the ranks do not save the same state: a part of it would be another's."""
-    differing = [n for n, one in enumerate(written) if one["state"] != written[0]["state"]]
-    if differing:
-        raise KeepstepError(
-            f"ranks {differing} hold another plain state, or other tensors, than rank 0",
-            hint="Everything but the shards of tensors must be the same on all ranks.",
-        )
 
 
 def _make_visible(
@@ -199,14 +189,20 @@ def _make_visible(
         disk.remove_tree(staging)
         disk.sync_folder(staging.parent)
         return standing, {**told, **told_of(standing)}
+    if staging != final and _is_there(final):
+        told["aside"] = _replace(staging, final, disk)
+    else:
+        appear(staging, final, disk)
+    return manifest, told
+
+
+def appear(staging: Path, final: Path, disk: Disk) -> None:
+    """Make what is whole visible under its name, durably; where that fails it is as before."""
     if staging == final:
         _show(final, disk)
-    elif _is_there(final):
-        told["aside"] = _replace(staging, final, disk)
     else:
         disk.rename(staging, final)
         _sync_or(lambda: disk.rename(final, staging), final.parent, disk)
-    return manifest, told
 
 
 def _replace(staging: Path, final: Path, disk: Disk) -> str:

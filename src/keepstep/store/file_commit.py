@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.store.archive import check_new, fault_of, write_archive
 from keepstep.store.catalog import checkpoints_in, is_copy, look_at
-from keepstep.store.commit import free_aside, require_alike, set_aside
+from keepstep.store.commit import free_aside, set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import is_same_run, manifest_of, told_of
 from keepstep.store.file_read import sized, state_digest, with_facts
@@ -34,7 +34,7 @@ from keepstep.store.layout import (
     temporary_name,
 )
 from keepstep.store.manifest import FILE_METHOD, Facts, Manifest
-from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.ranks import Ranks, first, require_alike, together
 from keepstep.store.single_file import link_or_copy
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ BEST_FILE = "best.pth"
 PINS_NAME = "pins.json"
 PINS_LOCK_NAME = "pins.lock"
 MOVING_NAME = ".moving-to"
+SESSION_OBJECT = "session.json"
+ASIDE_OBJECT = "aside.json"
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _STEPS_FILE = re.compile(r"steps_([0-9]+)\.pth")
@@ -27,6 +29,7 @@ _LEFTOVER = re.compile(
 )
 _UNFINISHED = re.compile(r"\.unfinished-(step_(?:0|[1-9][0-9]*)(?:\.[0-9]+)?)")
 _DATA_FILE = re.compile(r"rank-[0-9]{5}(-frozen)?\.safetensors")
+_REMOTE = re.compile(r"step_(0|[1-9][0-9]{0,18})-([1-9][0-9]{0,18})-[0-9a-f]{16}")
 _NUMBER = re.compile(r"\.[0-9]+$")
 
 
@@ -86,6 +89,17 @@ def is_frozen_data_name(name: str) -> bool:
 def is_data_name(name: str) -> bool:
     """Tell whether a name is one that a rank's data file can have: never a path."""
     return _DATA_FILE.fullmatch(name) is not None
+
+
+def remote_name(step: int, sequence: int, digest: str) -> str:
+    """Return the name of a checkpoint in an object store: `step_1200-7-` and its own digest."""
+    return f"step_{step}-{sequence}-{digest[:16]}"
+
+
+def remote_place_of(name: str) -> tuple[int, int] | None:
+    """Return step and sequence of a checkpoint's name in an object store; None if it is none."""
+    match = _REMOTE.fullmatch(name)
+    return (int(match.group(1)), int(match.group(2))) if match else None
 
 
 def staging_name(step: int) -> str:

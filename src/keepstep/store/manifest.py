@@ -35,7 +35,7 @@ FILE_METHOD = "file"
 """The commit method of a checkpoint that is one file."""
 _DIGEST_KEY = b',"digest":"'
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_MANIFEST_BYTES_MAX = 1 << 30
+MANIFEST_BYTES_MAX = 1 << 30
 """A manifest has some 200 bytes a tensor; beyond this it is not one, and is not read."""
 PIECE_BYTES_MAX = 64 << 20
 """A piece is read as a whole before it is believed."""
@@ -213,7 +213,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamaged("not a folder")
     if path.is_symlink() or not path.is_file():
         raise CheckpointDamaged(f"{MANIFEST_NAME} is missing")
-    if path.stat().st_size > _MANIFEST_BYTES_MAX:
+    if path.stat().st_size > MANIFEST_BYTES_MAX:
         raise CheckpointDamaged(f"{MANIFEST_NAME} has an absurd size")
     try:
         with opened(path) as file:

@@ -2,7 +2,9 @@
 
 import errno
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from keepstep.errors import UsageError
 
 CommitMethod = Literal["rename", "manifest-last"]
 NO_LINKS = frozenset({errno.EPERM, errno.EACCES, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -20,15 +22,19 @@ class Methods:
 
     `commit`: one rename of the whole folder; or, where folders cannot be renamed, all files under
     the final name, hidden by a file beside it whose removal is the commit. `pointers`: what
-    `latest` and `best` are: symbolic links, or files that hold the name.
+    `latest` and `best` are: symbolic links, or files that hold the name. `remote`: the protocol of
+    the object store in which each checkpoint is put as well, its manifest last.
     """
 
     commit: CommitMethod = "rename"
     pointers: Literal["links", "files"] = "links"
+    remote: str = ""
 
     def __str__(self) -> str:
         """Return what the log and the manifest say."""
-        return self.commit if self.pointers == "links" else f"{self.commit}, pointer files"
+        pointers = "" if self.pointers == "links" else ", pointer files"
+        remote = f"; remote {self.remote}: manifest last" if self.remote else ""
+        return f"{self.commit}{pointers}{remote}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +50,11 @@ class Saving:
     verify_after_write: bool
     files: bool
     bounded_memory: bool
+
+    def checked(self, method: str, *, remote: bool) -> Self:
+        """Return itself; UsageError where files cannot be saved by that method, or in a remote."""
+        if self.files and method == "manifest-last":
+            raise UsageError("one file has no manifest beside it: manifest-last is for folders")
+        if self.files and remote:
+            raise UsageError("a remote takes checkpoints in folders, and the layout is files")
+        return self

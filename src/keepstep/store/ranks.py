@@ -86,6 +86,16 @@ def first(ranks: Ranks, what: str, work: Callable[[], Any]) -> Any:
     return together(ranks, what, work if ranks.rank == 0 else lambda: None)[0]
 
 
+def require_alike(written: list[dict[str, Any]]) -> None:
+    """Raise where the ranks do not save the same state: a part of it would be another's."""
+    differing = [n for n, one in enumerate(written) if one["state"] != written[0]["state"]]
+    if differing:
+        raise KeepstepError(
+            f"ranks {differing} hold another plain state, or other tensors, than rank 0",
+            hint="Everything but the shards of tensors must be the same on all ranks.",
+        )
+
+
 def _told(error: Exception, ranks: Ranks) -> dict[str, Any]:
     return {
         "kind": type(error).__name__,

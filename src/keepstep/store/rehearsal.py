@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any
 from keepstep.errors import CannotSave, room_by_prune
 from keepstep.store import commit
 from keepstep.store.catalog import checkpoints_in, look_at
-from keepstep.store.commit import require_alike
 from keepstep.store.disk import Disk
 from keepstep.store.file_commit import commit_file, point_files
 from keepstep.store.layout import BEST_FILE, LATEST_FILE, file_name, rehearsal_name, step_name
 from keepstep.store.line import Line
 from keepstep.store.manifest import Facts
-from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.ranks import Ranks, first, require_alike, together
 from keepstep.store.retention import Retention
 from keepstep.store.single_file import link_or_copy
 from keepstep.store.unchanged import Unchanged

@@ -6,8 +6,9 @@ named with its fault; where something is there and nothing is whole, nothing is 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from keepstep.errors import (
     CheckpointDamaged,
@@ -18,16 +19,19 @@ from keepstep.errors import (
     is_shortage,
 )
 from keepstep.store.archive import fault_of
-from keepstep.store.catalog import Checkpoint, checkpoints_in, look_at
+from keepstep.store.catalog import Checkpoint
 from keepstep.store.commit import set_aside
 from keepstep.store.disk import Disk
 from keepstep.store.facts import table_of
-from keepstep.store.layout import BEST_FILE, file_step_of, is_file_name
+from keepstep.store.layout import BEST_FILE, is_file_name
 from keepstep.store.line import Line
 from keepstep.store.load import read_checkpoint
 from keepstep.store.manifest import Manifest
-from keepstep.store.methods import Saving
 from keepstep.store.ranks import Ranks, first, together
+from keepstep.store.standing import look_together
+
+if TYPE_CHECKING:
+    from keepstep.store.remote_resume import Homecoming
 
 _NOTHING = "(nothing)"
 Like = Callable[[str, tuple[int, ...]], Any]
@@ -53,66 +57,54 @@ class Restored:
     set_aside: tuple[str, ...]
 
 
-def look_together(folder: Path, ranks: Ranks, *, files: bool) -> list[Checkpoint]:
-    """Return the checkpoints in the order of their commits, as the first rank finds them.
+Whole = tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]
+"""A checkpoint, its manifest, its verified state, and what was passed over for it."""
 
-    Without ``files``, not those files that may be a person's own, which folders leave alone.
 
-    Raises where another rank sees something else under these names: the folder is not shared, or
-    its host has not heard of the newest yet.
+def find(
+    folder: Path,
+    choice: Literal["newest", "fresh"] | int,
+    *,
+    files: bool,
+    must_match: Mapping[str, Any] | None,
+    run_id: str | None,
+    like: Like | None,
+    ranks: Ranks,
+    home: "Homecoming | None",
+    ready: Callable[[], None],
+) -> tuple[list[Checkpoint], Whole] | None:
+    """Return what a folder holds, and the one to continue from; None where nothing is there.
+
+    ``home``: fetches from the remote, if there is one. ``ready``: called when all is known to be
+    this run's. For the rest, and what it raises, see `Store.restore`.
     """
-    if ranks.size == 1:
-        return _runs_own(folder, files=files)
-    names: list[str] = first(
-        ranks, "restore: list", lambda: [entry.name for entry in _runs_own(folder, files=files)]
+    step = choice if isinstance(choice, int) else None
+    check = partial(
+        check_choice,
+        choice=choice,
+        folder=folder,
+        files=files,
+        must_match=must_match,
+        run_id=run_id,
     )
-    found: list[Checkpoint] = []
-
-    def see() -> list[Any]:
-        found.extend(look_at(folder / name) for name in names)
-        manifests = [entry.manifest for entry in found]
-        return [m and [m.run_id, m.sequence, m.content_digest()] for m in manifests]
-
-    views = together(ranks, "restore: compare", see)
-    for rank, view in enumerate(views):
-        differing = [name for name, a, b in zip(names, views[0], view, strict=True) if a != b]
-        if differing:
-            raise KeepstepError(
-                f"rank {rank} does not see the same as rank 0 in {folder}: {', '.join(differing)}",
-                hint="All ranks need the same folder: put it on a shared file system.",
-            )
-    return found
-
-
-def _runs_own(folder: Path, *, files: bool) -> list[Checkpoint]:
-    """Return what only a run can have left; with ``files`` all that has one of their names.
-
-    A torn file with a step in its name may be the last of a run. Every loop has a `best.pth`.
-    """
-    return [
-        entry
-        for entry in checkpoints_in(folder)
-        if files
-        or entry.manifest is not None
-        or not is_file_name(entry.name)
-        or (entry.of_a_run and file_step_of(entry.name) is not None)
-    ]
-
-
-def require_none(folder: Path, saving: Saving) -> None:
-    """Raise UsageError where a session would save beside checkpoints that it never looked at."""
-    if _runs_own(folder, files=saving.files):
-        raise UsageError(
-            f"{folder} holds checkpoints, and this session has not looked at them",
-            hint="Call restore() before the first save, or choose an empty folder.",
-        )
+    pick = partial(choose, step=step, ranks=ranks, like=like)
+    found = look_together(folder, ranks, files=files)
+    if home is not None:
+        home.check(found, check, look=True)
+        ready()
+        home.check(found, check, look=False)
+        return home.choose(found, pick, step=step)
+    check(found, ranks=ranks)
+    chosen = (found, pick(found)) if found else None
+    ready()
+    return chosen
 
 
 def check_choice(
     found: Sequence[Checkpoint],
+    *,
     choice: Literal["newest", "fresh"] | int,
     folder: Path,
-    *,
     files: bool,
     must_match: Mapping[str, Any] | None,
     run_id: str | None,
@@ -144,7 +136,7 @@ def choose(
     step: int | None,
     ranks: Ranks,
     like: Like | None,
-) -> tuple[Checkpoint, Manifest, dict[str, Any], tuple[Skipped, ...]]:
+) -> Whole:
     """Return the newest whole checkpoint, or that of `step`: itself, manifest, verified state.
 
     Each rank reads what it needs (see `Store.restore` for ``like``); a checkpoint is whole where
@@ -283,16 +275,16 @@ def _check_identity(
 
 def take_up(
     found: Sequence[Checkpoint],
-    chosen: Checkpoint,
-    manifest: Manifest,
+    whole: Whole,
     *,
     line: Line,
     best_must_stand: bool,
     disk: Disk,
     ranks: Ranks,
     on_event: Callable[..., None],
-) -> list[str]:
-    """Make `line` the one that follows a checkpoint; return the names of what was set aside."""
+) -> Restored:
+    """Make `line` follow the chosen checkpoint, and set aside what does not lead to it."""
+    chosen, manifest, state, skipped = whole
     line.run_id, line.newest = manifest.run_id, manifest
     faults: dict[str, str] = first(
         ranks,
@@ -305,7 +297,13 @@ def take_up(
         at_fault = [e.name for e in found if e.step == gone.step or e.name == BEST_FILE]
         fault = next(filter(None, (faults.get(name) for name in at_fault)), "")
         on_event("best_gone", gone=gone, fault=fault, instead=line.best.best)
-    return list(faults)
+    return Restored(
+        path=chosen.path.with_name(manifest.name),
+        manifest=manifest,
+        state=state,
+        skipped=skipped,
+        set_aside=tuple(faults),
+    )
 
 
 def _set_aside_others(

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from keepstep.errors import UsageError
 from keepstep.store import resume
-from keepstep.store.catalog import checkpoints_in, sequence_of
+from keepstep.store.catalog import sequence_of
 from keepstep.store.disk import Disk
 from keepstep.store.facts import GivenFacts, Saved, checked
 from keepstep.store.layout import LOCK_NAME
@@ -28,8 +27,10 @@ from keepstep.store.manifest import Best, Facts, Manifest
 from keepstep.store.methods import CommitMethod, Saving
 from keepstep.store.probe import probe
 from keepstep.store.ranks import OneRank, Ranks, first, together
+from keepstep.store.remote import ObjectStore, open_home
 from keepstep.store.resume import Like, Restored
 from keepstep.store.retention import Retention
+from keepstep.store.standing import next_sequence, require_none
 from keepstep.store.sweep import sweep
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ class Store:
     `best_metric` and `best_mode` say which of the `metrics` given to `save` decides the best.
     `on_event(event, **facts)` hears: swept, methods, snapshot, written, committed, retry,
     damaged, set_aside, written_anew, deleted, best_gone, housekeeping_failed, disk_refused,
-    verified_on_disk, not_read_back.
+    verified_on_disk, not_read_back; of a remote: uploaded, fetched, passed_over, remote_retry.
     `verify_after_write`: a save is over when all of it was read back from the disk.
+    `remote`: a URL of fsspec, or an `ObjectStore` that has a deadline of its own, where each
+    checkpoint is put as well: a save is over when it is there too.
     `bounded_memory`: with `wait=False` nothing is copied; the fence holds until all is durable.
     """
 
@@ -74,6 +77,7 @@ class Store:
         layout: Literal["folders", "files"] = "folders",
         verify_after_write: bool = False,
         bounded_memory: bool = False,
+        remote: str | ObjectStore = "",
         lock: FolderLock | None = None,
         ranks: Ranks | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -88,8 +92,6 @@ class Store:
             keep_hourly=keep_hourly,
             keep_daily=keep_daily,
         )
-        if layout == "files" and commit_method == "manifest-last":
-            raise UsageError("one file has no manifest beside it: manifest-last is for folders")
         method = "file" if layout == "files" else commit_method
         self._disk = disk if disk is not None else Disk()
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
@@ -97,13 +99,14 @@ class Store:
         self._shared_lock = lock
         self._lock = lock if lock is not None else FolderLock(self.folder / LOCK_NAME)
         self._line = Line(metric=best_metric, mode=best_mode)
+        self.home = open_home(remote, save_retries, self.folder, self._disk, self._ranks, on_event)
         self._probe = partial(probe, self.folder, self._disk, method, on_event)
         self._saving = Saving(
             retries=save_retries,
             verify_after_write=verify_after_write,
             files=layout == "files",
             bounded_memory=bounded_memory,
-        )
+        ).checked(commit_method, remote=bool(remote))
         self._on_event = on_event
         self._ready_to_save = False
         self._open = False
@@ -183,37 +186,32 @@ class Store:
         self._join()
         self._ranks.meet("restore")
         self.open()
-        folder, ranks, files = self.folder, self._ranks, self._saving.files
-        found = resume.look_together(folder, ranks, files=files)
-        resume.check_choice(
-            found, choice, folder, files=files, must_match=must_match, run_id=run_id, ranks=ranks
+        found = resume.find(
+            self.folder,
+            choice,
+            files=self._saving.files,
+            must_match=must_match,
+            run_id=run_id,
+            like=like,
+            ranks=self._ranks,
+            home=self.home,
+            ready=self._make_ready_to_save,
         )
-        if not found:
-            self._make_ready_to_save()
+        if found is None:
             return None
-        step = choice if isinstance(choice, int) else None
-        chosen = resume.choose(found, step=step, ranks=ranks, like=like)
-        entry, manifest, state, skipped = chosen
-        self._make_ready_to_save()
-        set_aside = resume.take_up(
-            found,
-            entry,
-            manifest,
+        restored = resume.take_up(
+            *found,
             line=self._line,
-            best_must_stand=self.policy.keep_best_n > 0,
             disk=self._disk,
-            ranks=ranks,
+            ranks=self._ranks,
             on_event=self._on_event,
+            best_must_stand=self.policy.keep_best_n > 0,
         )
-        self._make_writer().follow(manifest)
+        self._make_writer().follow(restored.manifest)
+        if self.home is not None:
+            self.home.follow(restored.manifest, self.best if self.policy.keep_best_n else None)
         self._point_links()
-        return Restored(
-            path=self.folder / manifest.name,
-            manifest=manifest,
-            state=state,
-            skipped=skipped,
-            set_aside=tuple(set_aside),
-        )
+        return restored
 
     @overload
     def save(
@@ -302,7 +300,8 @@ class Store:
         self._ranks.meet(what)
         self.open()
         if not self._ready_to_save:
-            first(self._ranks, "save: look", lambda: resume.require_none(self.folder, self._saving))
+            look = partial(require_none, self.folder, self._saving, self.home)
+            first(self._ranks, "save: look", look)
             self._make_ready_to_save()
 
     def _take(
@@ -325,6 +324,7 @@ class Store:
                 disk=self._disk,
                 ranks=self._ranks,
                 on_event=self._on_event,
+                remote=self.home.remote if self.home is not None else None,
             )
         return self._writer
 
@@ -383,8 +383,7 @@ class Store:
         self._disk.make_folders(self.folder)
         if self._shared_lock is None:
             self._lock.acquire()
-        found = checkpoints_in(self.folder, aside=True)
-        return 1 + max((entry.manifest.sequence for entry in found if entry.manifest), default=0)
+        return next_sequence(self.folder)
 
     def _make_ready_to_save(self) -> None:
         """Sweep what a dead session left: from here on the folder is known to be this run's."""
@@ -392,6 +391,8 @@ class Store:
             first(self._ranks, "sweep", lambda: sweep(self.folder, self._disk, self._on_event))
             self._line.run_id = first(self._ranks, "run id", lambda: self.run_id)
             first(self._ranks, "methods", self._probe)
+            if self.home is not None:
+                self.home.begin(self._line)
             self._ready_to_save = True
 
     def _point_links(self) -> None:

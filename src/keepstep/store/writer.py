@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepstep.errors import SaveAbandoned, UsageError
 from keepstep.store import commit, housekeeping
@@ -35,6 +35,9 @@ from keepstep.store.staging import Arena, Cut
 from keepstep.store.tensors import Snapshot, take_apart
 from keepstep.store.unchanged import Unchanged
 
+if TYPE_CHECKING:
+    from keepstep.store.remote_commit import Remote
+
 _ABANDON_SECONDS = 5.0
 """How long a writer that was told to give up may take; a system call cannot be interrupted."""
 
@@ -49,6 +52,7 @@ class Writer:
         line: Line,
         policy: Retention,
         saving: Saving,
+        remote: "Remote | None",
         lock: FolderLock,
         disk: Disk,
         ranks: Ranks,
@@ -56,6 +60,7 @@ class Writer:
     ) -> None:
         self._folder = folder
         self._saving = saving
+        self._remote = remote
         self._unchanged = Unchanged(ranks.rank)
         self._commit: Callable[..., tuple[Manifest, bool]] = (
             commit_file if saving.files else partial(commit.commit, unchanged=self._unchanged)
@@ -218,6 +223,9 @@ class Writer:
         )
         self._line.adopt(saved, facts, tell)
         first(ranks, "save: tidy", lambda: self._tidy(tell))
+        if self._remote is not None:
+            self._remote.put(self._folder, manifest.step, ranks=ranks, halt=halt, tell=tell)
+            first(ranks, "remote: tidy", lambda: self._tidy_remote(halt, tell))
         return saved
 
     def _tidy(self, tell: Callable[..., None]) -> None:
@@ -232,6 +240,11 @@ class Writer:
             disk=self._disk,
             on_event=tell,
         )
+
+    def _tidy_remote(self, halt: threading.Event, tell: Callable[..., None]) -> None:
+        assert self._remote is not None, "only where there is one"
+        best = self._line.best.best
+        self._remote.retain(self._policy, best=best, pins_of=self._folder, halt=halt, tell=tell)
 
     def _hear(self, pending: Pending) -> None:
         for event, facts in pending.take_events():

@@ -76,6 +76,12 @@ hidden_sizee = 3
         (("max_steps=3",), "is not a flag"),
         (("--checkpoint.keep_last_n=-1",), "must be at least 0, not -1"),
         (("--checkpoint.on_resume=oldest",), "must be newest, fresh or a step number"),
+        (("--checkpoint.remote=bucket/run",), "must be a URL such as s3://bucket/prefix"),
+        (
+            ("--checkpoint.remote=s3://b/run", "--checkpoint.layout=files"),
+            "needs checkpoint.layout = 'folders'",
+        ),
+        (("--checkpoint.remote_timeout=0s",), "must be more than 0 and at most a year"),
         (("--checkpoint.dyn_ckpt_window.start=3",), "is missing, and has no default"),
         (
             ("--checkpoint.dyn_ckpt_window.start=9", "--checkpoint.dyn_ckpt_window.stop=3"),
@@ -117,6 +123,17 @@ hidden_sizee = 3
 )  # fmt: skip
 def test_what_cannot_be_meant_is_an_error_that_names_it(tmp_path, flags, word):
     assert any(word in problem for problem in problems(tmp_path, "", *flags))
+
+
+@pytest.mark.parametrize("remote", ["s3://key:secret@bucket/run", "s3://bucket/run?key=secret"])
+def test_credentials_in_the_address_of_a_remote_are_refused_and_not_shown(tmp_path, remote):
+    for found in (
+        problems(tmp_path, "", f"--checkpoint.remote={remote}"),
+        problems(tmp_path, f'[checkpoint]\nremote = "{remote}"\n'),
+    ):
+        [problem] = found
+        assert "credentials belong in the environment" in problem
+        assert "secret" not in problem
 
 
 def test_overrides_take_both_forms_and_the_last_one_wins(tmp_path):
