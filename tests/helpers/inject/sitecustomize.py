@@ -66,6 +66,19 @@ def _hold_copy(module):
     module.Cut.copy = late
 
 
+def _changes():
+    changes = {"keepstep.store.disk": _announce}
+    if "hold_copy" in _SPEC:
+        changes["keepstep.store.staging"] = _hold_copy
+    return changes
+
+
+def change_what_is_imported():
+    """Make the changes in modules that are there already."""
+    for name, change in _changes().items():
+        change(sys.modules[name])
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Replaces the announcement as soon as the product imports its disk."""
 
@@ -73,9 +86,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name == _SPEC.get("signal_at_import", [None])[0]:
             number = signal.Signals[_SPEC.pop("signal_at_import")[1]]
             os.kill(os.getpid(), number)
-        changes = {"keepstep.store.disk": _announce}
-        if "hold_copy" in _SPEC:
-            changes["keepstep.store.staging"] = _hold_copy
+        changes = _changes()
         if name not in changes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
