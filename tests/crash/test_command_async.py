@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.helpers import hooks
+from tests.helpers import hooks, warm
 from tests.helpers.command import (
     digests,
     events,
@@ -37,7 +37,7 @@ def test_saves_that_return_at_once_change_no_bit_of_the_run(config, tmp_path):
         run = f"--checkpoint.dir={tmp_path / folder}"
         words = ("train", config, run, f"--checkpoint.async_mode={mode}", *large)
         # The writer is slower than a step: it would copy what the step left, were there no fence.
-        done = keepstep(*words, extra=injecting(at=0, hold_copy=0.3))
+        done = warm.keepstep(*words, extra=injecting(at=0, hold_copy=0.3))
         assert done.returncode == 0, done.stdout
         assert steps(tmp_path / folder) == list(range(1, 11))
     one = tmp_path / "sync"
@@ -72,10 +72,10 @@ def test_a_kill_before_every_operation_of_a_save_in_flight_loses_nothing(
         run = tmp_path / str(number)
         armed = run / "step_2"
         spec = injecting(at=number, action="kill", armed_by=str(armed), **{"not": "journal"})
-        killed = keepstep(*words(config, run), extra=spec)
+        killed = warm.keepstep(*words(config, run), extra=spec)
         assert killed.returncode == -signal.SIGKILL, f"{number}: {killed.stdout}"
         assert whole(run), told
-        again = keepstep(*words(config, run))
+        again = warm.keepstep(*words(config, run))
         assert again.returncode == 0, again.stdout
         assert_same_as(run, short_reference)
         assert not [path.name for path in run.iterdir() if path.name.startswith(".")]

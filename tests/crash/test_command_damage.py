@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hooks
-from tests.helpers.command import Session, digests, events, keepstep, link, losses, steps
+from tests.helpers import hooks, warm
+from tests.helpers.command import Session, digests, events, link, losses, steps
 
 MANIFEST, DATA = "manifest.json", "rank-00000.safetensors"
 
@@ -50,9 +50,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(config, untouched, t
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     DAMAGES[damage](run / f"step_{NEWEST}", run / f"step_{BEFORE}")
-    verified = keepstep("ckpt", "verify", run, f"step_{NEWEST}")
+    verified = warm.keepstep("ckpt", "verify", run, f"step_{NEWEST}")
     assert verified.returncode == 3, verified.stdout
-    done = keepstep("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0")
     assert done.returncode == 0, done.stdout
     assert f"from step_{BEFORE} (verified)" in done.stdout
     assert f"step_{NEWEST} passed over: " in done.stdout
@@ -72,7 +72,7 @@ def test_where_none_is_whole_the_run_is_refused_with_the_list_and_nothing_change
         flip(run / f"step_{step}" / DATA, -1)
     before = {p: p.read_bytes() for p in run.rglob("step_*/*")}
     journal = (run / "journal.jsonl").read_bytes()
-    done = keepstep("train", config, f"--checkpoint.dir={run}")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}")
     assert done.returncode == 3, done.stdout
     for step in steps(run):
         assert f"step_{step}: {DATA}: bytes" in done.stdout
@@ -87,7 +87,7 @@ def test_where_no_manifest_is_whole_that_is_damage_and_no_other_run(config, unto
     shutil.copytree(untouched, run, symlinks=True)
     for step in steps(run):
         (run / f"step_{step}" / MANIFEST).unlink()
-    done = keepstep("train", config, f"--checkpoint.dir={run}")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}")
     assert done.returncode == 3, done.stdout
     assert f"step_{NEWEST}: {MANIFEST} is missing" in done.stdout
 
@@ -96,7 +96,7 @@ def test_the_verifier_names_the_file_the_tensor_and_the_place(untouched, tmp_pat
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     flip(run / "step_9" / DATA, -1)
-    done = keepstep("ckpt", "verify", run, "--json")
+    done = warm.keepstep("ckpt", "verify", run, "--json")
     assert done.returncode == 3
     found = {entry["name"]: entry for entry in json.loads(done.stdout)}
     assert found["step_10"]["whole"]
@@ -125,7 +125,7 @@ def test_another_configs_folder_is_refused_with_the_difference(
     leftover.mkdir()
     (leftover / DATA).write_bytes(b"half")
     before = contents(run)
-    done = keepstep("train", config, f"--checkpoint.dir={run}", flag)
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", flag)
     assert done.returncode == 2, done.stdout
     assert f"{name}: saved " in done.stdout
     assert ", now " in done.stdout
@@ -138,12 +138,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_checkpoints_of_another_run_with_the_same_config_are_refused(config, untouched, tmp_path):
     run = tmp_path / "run"
-    done = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=3")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=3")
     assert done.returncode == 0, done.stdout
     shutil.rmtree(run / "step_3")
     shutil.copytree(untouched / "step_9", run / "step_9")
     before = contents(run)
-    refused = keepstep("train", config, f"--checkpoint.dir={run}")
+    refused = warm.keepstep("train", config, f"--checkpoint.dir={run}")
     assert refused.returncode == 2, refused.stdout
     assert "holds checkpoints of another run" in refused.stdout
     assert contents(run) == before
@@ -151,7 +151,7 @@ def test_checkpoints_of_another_run_with_the_same_config_are_refused(config, unt
     new = tmp_path / "new"
     new.mkdir()
     shutil.copytree(untouched / "step_9", new / "step_9")
-    assert keepstep("train", config, f"--checkpoint.dir={new}").returncode == 0
+    assert warm.keepstep("train", config, f"--checkpoint.dir={new}").returncode == 0
     assert digests(new, 10) == digests(untouched, 10)
 
 
@@ -163,14 +163,14 @@ def test_checkpoints_that_are_all_gone_are_missed_and_a_fresh_start_must_be_aske
     for step in steps(run):
         shutil.rmtree(run / f"step_{step}")
     words = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0")
-    refused = keepstep(*words)
+    refused = warm.keepstep(*words)
     assert refused.returncode == 4, refused.stdout
     assert "tells of a checkpoint of step 10" in refused.stdout
     assert losses(run) == losses(untouched)
     words = (*words, "--checkpoint.on_resume=fresh")
-    first = keepstep(*words, "--train.max_steps=4")
+    first = warm.keepstep(*words, "--train.max_steps=4")
     assert "no checkpoint here: starting at step 0" in first.stdout
-    again = keepstep(*words)
+    again = warm.keepstep(*words)
     assert again.returncode == 0, again.stdout
     assert "from step_4 (verified)" in again.stdout
     assert steps(run)[-1] == 10
@@ -183,8 +183,8 @@ def test_other_data_under_the_same_name_are_refused(config, untouched, tmp_path)
     text.write_text("another text altogether. " * 400)
     other = tmp_path / "tokens"
     words = ("language", "prepare", text, "-o", other, "--vocab-size", 300)
-    assert keepstep(*words).returncode == 0
-    done = keepstep("train", config, f"--checkpoint.dir={run}", f"--data.source={other}")
+    assert warm.keepstep(*words).returncode == 0
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", f"--data.source={other}")
     assert done.returncode == 2, done.stdout
     assert "data.digest: saved " in done.stdout
 
@@ -194,7 +194,7 @@ def test_what_changes_on_purpose_takes_effect_and_is_journaled(config, untouched
     shutil.copytree(untouched, run, symlinks=True)
     flags = ("--train.max_steps=13", "--optimizer.rate=2e-3", "--optimizer.weight_decay=0.05")
     constant = ("--schedule.name=constant", "--schedule.warmup_steps=0")
-    done = keepstep("train", config, f"--checkpoint.dir={run}", *flags, *constant)
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", *flags, *constant)
     assert done.returncode == 0, done.stdout
     assert [event["rate"] for event in events(run, "step")][10:] == [2e-3] * 3
     told = " ".join(e["text"] for e in events(run, "notice") if e["word"] == "config")
@@ -211,7 +211,7 @@ def test_what_changes_on_purpose_takes_effect_and_is_journaled(config, untouched
         other = tmp_path / flag
         shutil.copytree(untouched, other, symlinks=True)
         words = ("train", config, f"--checkpoint.dir={other}", *flags, *constant, flag)
-        assert keepstep(*words).returncode == 0
+        assert warm.keepstep(*words).returncode == 0
         weights = "model.model.layers.0.mlp.up_proj.weight"
         assert digests(other, 13)[weights] != moved[weights]
 
@@ -222,15 +222,15 @@ def test_going_back_to_a_step_is_done_once_and_the_same_command_then_continues(
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     command = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.on_resume=6")
-    partly = keepstep(*command, "--train.max_steps=8", "--schedule.warmup_steps=1")
+    partly = warm.keepstep(*command, "--train.max_steps=8", "--schedule.warmup_steps=1")
     assert partly.returncode == 0, partly.stdout
     assert "from step_6 (verified)" in partly.stdout
     assert sorted(p.name for p in (run / "aside").iterdir()) == ["step_10", "step_8", "step_9"]
-    done = keepstep(*command)
+    done = warm.keepstep(*command)
     assert done.returncode == 0, done.stdout
     assert "from step_8 (verified)" in done.stdout
-    assert keepstep(*command).stdout.count("nothing to do") == 1
-    missing = keepstep(*command[:-1], "--checkpoint.on_resume=5")
+    assert warm.keepstep(*command).stdout.count("nothing to do") == 1
+    missing = warm.keepstep(*command[:-1], "--checkpoint.on_resume=5")
     assert missing.returncode == 4
     assert "there are step_9, step_10" in missing.stdout
 
@@ -239,12 +239,12 @@ def test_a_fresh_start_in_a_full_folder_is_refused(config, untouched, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(untouched, run, symlinks=True)
     command = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.on_resume=fresh")
-    done = keepstep(*command)
+    done = warm.keepstep(*command)
     assert done.returncode == 2, done.stdout
     assert steps(run) == steps(untouched)
     fresh = ("train", config, f"--checkpoint.dir={tmp_path / 'new'}", command[-1])
-    assert keepstep(*fresh, "--train.max_steps=3").returncode == 0
-    again = keepstep(*fresh, "--train.max_steps=4")
+    assert warm.keepstep(*fresh, "--train.max_steps=3").returncode == 0
+    again = warm.keepstep(*fresh, "--train.max_steps=4")
     assert again.returncode == 0, again.stdout
     assert "from step_3" in again.stdout
 
@@ -256,7 +256,7 @@ def test_names_that_are_not_ours_are_never_touched(config, tmp_path):
         (run / name / "notes.txt").write_text("mine")
     (run / "latest.txt").write_text("mine")
     (run / ".staging-3-0123456789abcdef").mkdir()
-    done = keepstep("train", config, f"--checkpoint.dir={run}", "--checkpoint.interval=1")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", "--checkpoint.interval=1")
     assert done.returncode == 0, done.stdout
     for name in ("step_best", "step_1200_backup", ".staging-mine", ".trash", "step_07"):
         assert (run / name / "notes.txt").read_text() == "mine"
@@ -266,9 +266,9 @@ def test_names_that_are_not_ours_are_never_touched(config, tmp_path):
 
 def test_a_runs_folder_is_no_place_for_the_checkpoints_of_the_same_run(config, tmp_path):
     run = tmp_path / "run"
-    first = keepstep("train", config, f"--run.dir={run}", "--train.max_steps=3")
+    first = warm.keepstep("train", config, f"--run.dir={run}", "--train.max_steps=3")
     assert first.returncode == 0, first.stdout
-    done = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=4")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=4")
     assert done.returncode == 2, done.stdout
     assert f"Use --run.dir={run} to continue that run" in done.stdout
     assert [path.name for path in run.glob("**/step_*")] == ["step_3"]
@@ -281,11 +281,11 @@ def test_a_best_that_is_gone_is_told_and_the_best_of_the_others_takes_its_place(
     shutil.copytree(untouched, run, symlinks=True)
     assert link(run, "best") == "step_10"
     shutil.rmtree(run / "step_10")
-    done = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=9")
+    done = warm.keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=9")
     assert done.returncode == 0, done.stdout
     # Step 9's manifest knows the best of its time, step 8; that one goes now.
     shutil.rmtree(run / "step_8")
-    again = keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=9")
+    again = warm.keepstep("train", config, f"--checkpoint.dir={run}", "--train.max_steps=9")
     assert "the best so far, step 8" in again.stdout
     assert link(run, "best") in ("step_4", None)
 
@@ -297,6 +297,6 @@ def test_two_sessions_cannot_share_a_folder_of_checkpoints_by_any_path(config, t
     with Session(*words, extra=act) as session:
         session.wait_for("step 4/")
         for flag in (f"--checkpoint.dir={run}/checkpoints", f"--run.dir={run}"):
-            done = keepstep("train", config, flag)
+            done = warm.keepstep("train", config, flag)
             assert done.returncode == 5, done.stdout
             assert "is held by another session" in done.stdout

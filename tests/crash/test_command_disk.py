@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hooks
+from tests.helpers import hooks, warm
 from tests.helpers.command import (
     digests,
     injecting,
@@ -35,7 +35,7 @@ def test_an_error_in_a_save_that_comes_once_is_survived_by_the_retry(
     spec = injecting(at=1, action=error, only=f"{operation} {tmp_path}/{STAGED}")
     if operation == "rename":
         spec = injecting(at=1, action=error, only=f"rename {tmp_path}/step_6")
-    done = keepstep(*run_words(config, tmp_path), extra=spec)
+    done = warm.keepstep(*run_words(config, tmp_path), extra=spec)
     assert done.returncode == 0, done.stdout
     assert "step 6: attempt 1 to save failed" in done.stdout
     assert digests(tmp_path, 10) == digests(untouched, 10)
@@ -63,7 +63,7 @@ def test_an_error_at_any_file_operation_around_a_save_loses_nothing(
         run, what = tmp_path / str(number), operations[number - 1]
         run.mkdir()
         words = ("train", config, f"--checkpoint.dir={run}", *SHORT)
-        done = keepstep(*words, extra=injecting(at=number, action="EIO"))
+        done = warm.keepstep(*words, extra=injecting(at=number, action="EIO"))
         assert "Traceback" not in done.stdout, what
         if what.endswith("journal.jsonl"):
             assert done.returncode == 1, f"{what}: {done.stdout}"
@@ -72,10 +72,10 @@ def test_an_error_at_any_file_operation_around_a_save_loses_nothing(
             assert done.returncode == 0, f"{what}: {done.stdout}"
             told = ("attempt 1 to save failed", "tidying up failed")
             assert any(words in done.stdout for words in told), f"{what}: {done.stdout}"
-        assert keepstep("ckpt", "verify", run).returncode == 0, what
+        assert warm.keepstep("ckpt", "verify", run).returncode == 0, what
         if "attempt 1 to save failed" not in done.stdout:
             # What was put off is for the next session.
-            again = keepstep(*words)
+            again = warm.keepstep(*words)
             assert again.returncode == 0, f"{what}: {again.stdout}"
         assert_same_as(run, short_reference)
         leftovers = [path.name for path in run.iterdir() if path.name.startswith(".")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.store import list_checkpoints, load_state
-from tests.helpers import hooks
+from tests.helpers import hooks, warm
 from tests.helpers.command import events, injecting, keepstep, losses, outcome
 from tests.helpers.crash import SHORT
 from tests.helpers.single_file import same_file
@@ -53,7 +53,7 @@ def test_three_kills_in_saves_end_as_the_untouched_run_in_folders(
     run = tmp_path / "run"
     for name in ("steps_2.pth", "latest.pth", "best.pth"):
         spec = injecting(at=1, action="kill", only=f"rename {run}/{name}")
-        killed = keepstep(*words(config, run, *SHORT), extra=spec)
+        killed = warm.keepstep(*words(config, run, *SHORT), extra=spec)
         assert killed.returncode == -signal.SIGKILL, killed.stdout
     done = keepstep(*words(config, run, *SHORT))
     assert done.returncode == 0, done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.command import Session, digests, injecting, keepstep, losses, steps
 from tests.helpers.crash import (
     SHORT,
@@ -97,7 +98,7 @@ def test_a_kill_before_every_file_operation_of_a_save_loses_nothing(
             shutil.copytree(killed.copies / str(number), run, symlinks=True)
         assert whole(run), operations[number - 1]
         assert max(steps(run)) >= 4, operations[number - 1]
-        again = keepstep(*words)
+        again = warm.keepstep(*words)
         assert again.returncode == 0, f"{operations[number - 1]}: {again.stdout}"
         assert_same_as(run, short_reference)
         leftovers = [path.name for path in run.iterdir() if path.name.startswith(".")]
@@ -164,7 +165,7 @@ def test_a_kill_at_every_operation_of_a_resume_that_sets_aside_loses_nothing(
     assert len(numbers) >= 8, operations
     for number in numbers[part::2]:
         run = copies / str(number)
-        again = keepstep(*words(run))
+        again = warm.keepstep(*words(run))
         assert again.returncode == 0, f"{operations[number - 1]}: {again.stdout}"
         assert_same_as(run, short_reference)
         assert (run / "aside" / "step_6").is_dir()
@@ -199,7 +200,7 @@ def test_three_kills_within_one_epoch_and_kills_on_its_boundary(config, tmp_path
     for when, step in plan:
         act = {"when": when, "step": step, "do": "SIGKILL"}
         words = ("train", config, f"--checkpoint.dir={run}", hook, *flags)
-        killed = keepstep(*words, extra=hooks.acting(act))
+        killed = warm.keepstep(*words, extra=hooks.acting(act))
         assert killed.returncode == -signal.SIGKILL, killed.stdout
     done = keepstep("train", config, f"--checkpoint.dir={run}", *flags)
     assert done.returncode == 0, done.stdout

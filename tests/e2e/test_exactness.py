@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hooks
+from tests.helpers import hooks, warm
 from tests.helpers.command import digests, events, keepstep, link, losses, steps
 
 HOOK = f"--run.hooks=['{hooks.CONFIG}']"
@@ -26,9 +26,9 @@ OPTIMIZERS = {
 }
 
 
-def train(config: Path, run: Path, *flags: str, acts: tuple[dict, ...] = ()):
+def train(config: Path, run: Path, *flags: str, acts: tuple[dict, ...] = (), by=keepstep):
     command = ("train", config, f"--checkpoint.dir={run}", HOOK, *flags)
-    return keepstep(*command, extra=hooks.acting(*acts))
+    return by(*command, extra=hooks.acting(*acts))
 
 
 def tensors(run: Path, step: int) -> dict[str, list[str]]:
@@ -42,12 +42,12 @@ def assert_interrupted_equals_untouched(config, folder, *flags, poison=()):
     done = train(config, untouched, *flags, acts=bad)
     assert done.returncode == 0, done.stdout
     kill = {"when": "forward", "step": 6, "do": "SIGKILL"}
-    assert train(config, run, *flags, acts=(*bad, kill)).returncode == -9
+    assert train(config, run, *flags, acts=(*bad, kill), by=warm.keepstep).returncode == -9
     stop = {"when": "step", "step": 7, "do": "SIGTERM"}
-    stopped = train(config, run, *flags, acts=(*bad, stop))
+    stopped = train(config, run, *flags, acts=(*bad, stop), by=warm.keepstep)
     assert stopped.returncode == 75, stopped.stdout
     assert "resume" in stopped.stdout
-    done = train(config, run, *flags, acts=bad)
+    done = train(config, run, *flags, acts=bad, by=warm.keepstep)
     assert done.returncode == 0, done.stdout
     assert [event["kind"] for event in events(run, "resumed")] == ["resumed"] * 2
     assert tensors(run, 10) == tensors(untouched, 10)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.helpers import warm
 from tests.helpers.command import digests, events, injecting, keepstep, link, losses, steps
 
 SHORT = (
@@ -14,7 +15,7 @@ SHORT = (
 
 def whole(run: Path) -> bool:
     """Whether every checkpoint there is whole; without one, the verifier has to say so."""
-    done = keepstep("ckpt", "verify", run)
+    done = warm.keepstep("ckpt", "verify", run)
     return done.returncode == (0 if steps(run) else 4)
 
 

@@ -10,10 +10,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 from tests.helpers.command import DEADLINE_SECONDS, environment
@@ -23,29 +26,58 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.helpers.warm_imports"])
 
 
+@dataclass(frozen=True)
+class Job:
+    """A command of ours, or Python code, with its words and environment."""
+
+    words: tuple[object, ...]
+    extra: Mapping[str, str] | None = None
+    code: str = ""
+
+
 def keepstep(
     *words: object, extra: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; the output holds both streams."""
+    return run_together([Job(words, extra)])[0]
+
+
+def run_together(jobs: list[Job]) -> list[subprocess.CompletedProcess[str]]:
+    """Run several at once to their ends, such as the ranks of a run."""
     with mock.patch.dict(os.environ, environment(), clear=True):
         # What it imports sees the environment of a command, which each fork is given again.
         forkserver.ensure_running()
-    command = ["keepstep", *map(str, words)]
-    with tempfile.TemporaryFile() as output:
-        there = reduction.DupFd(output.fileno())
-        process = _forks.Process(target=_run, args=(command, environment(extra), there))
-        process.start()
-        process.join(DEADLINE_SECONDS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    assert process.exitcode is not None
-    return subprocess.CompletedProcess(command, process.exitcode, stdout=text)
+    with ExitStack() as stack:
+        running = [(job, *_start(job, stack.enter_context(_output()))) for job in jobs]
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        for _, process, _ in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for _, process, _ in running:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        return [_ended(*one) for one in running]
 
 
-def _run(command: list[str], variables: dict[str, str], output: Any) -> None:
+def _output() -> IO[bytes]:
+    return tempfile.TemporaryFile()
+
+
+def _start(job: Job, output: IO[bytes]) -> tuple[Any, IO[bytes]]:
+    command = ["keepstep", *map(str, job.words)]
+    there = reduction.DupFd(output.fileno())
+    process = _forks.Process(target=_run, args=(command, job.code, environment(job.extra), there))
+    process.start()
+    return process, output
+
+
+def _ended(job: Job, process: Any, output: IO[bytes]) -> subprocess.CompletedProcess[str]:
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    return subprocess.CompletedProcess(job.words, process.exitcode, stdout=text)
+
+
+def _run(command: list[str], code: str, variables: dict[str, str], output: Any) -> None:
     os.environ.clear()
     os.environ.update(variables)
     descriptor = output.detach()
@@ -61,6 +93,9 @@ def _run(command: list[str], variables: dict[str, str], output: Any) -> None:
         inject = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(inject)
         inject.change_what_is_imported()
+    if code:
+        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+        return
     from keepstep.cli.main import main
 
     sys.exit(main())

@@ -1,15 +1,14 @@
 """Several ranks of the installed command, each a process that the test can see, signal and kill."""
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from tests.helpers.command import DEADLINE_SECONDS, Session, environment
+from tests.helpers import warm
+from tests.helpers.command import Session
 
 
 def free_port() -> int:
@@ -32,23 +31,8 @@ def place_of(rank: int, size: int, port: int) -> dict[str, str]:
 def run_code(size: int, code: str, *words: object) -> list[tuple[int, str]]:
     """Run Python code on `size` ranks; return exit code and output by rank."""
     port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(place_of(rank, size, port)),
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=DEADLINE_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return [(one.returncode, text) for one, text in zip(processes, outputs, strict=True)]
+    jobs = [warm.Job(words, place_of(rank, size, port), code) for rank in range(size)]
+    return [(done.returncode, done.stdout) for done in warm.run_together(jobs)]
 
 
 class World:
@@ -100,7 +84,12 @@ def train_on(
     """Run the command on `size` ranks to its end; return the exit codes."""
     # Not the default: here nobody is lost, and a busy machine must not make it seem so.
     patient = "--distributed.lost_after=60s"
-    with World(size, config, f"--checkpoint.dir={run}", patient, *flags, extra=extra) as world:
-        codes = world.end()
-        print(world.output)
-        return codes
+    words = ("train", config, f"--checkpoint.dir={run}", patient, *flags)
+    port = free_port()
+    jobs = [
+        warm.Job(words, {**(extra or {}), **place_of(rank, size, port)}) for rank in range(size)
+    ]
+    ended = warm.run_together(jobs)
+    for rank, done in enumerate(ended):
+        print(f"-- rank {rank}\n{done.stdout}")
+    return [done.returncode for done in ended]

@@ -74,9 +74,9 @@ def _changes():
 
 
 def change_what_is_imported():
-    """Make the changes in modules that are there already."""
+    """Make the changes now, in a process that has imported the modules already."""
     for name, change in _changes().items():
-        change(sys.modules[name])
+        change(importlib.import_module(name))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
