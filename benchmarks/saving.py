@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/saving.py [--gib 0.5] [--rounds 5] [--folder /tmp]
 
 1. The time of a training loop that saves every 10 steps, over that of one that does not: with
-   `save(wait=False)`, with DCP's `async_save`, and with `save`.
+   `save(wait=False)`, with the asynchronous saves of others, and with `save`.
 2. How long the call blocks the loop, and how long the optimizer's step waits at the fence.
-3. A save that is durable when it returns, over `torch.save`, safetensors and DCP, each with fsync,
-   and over as many bytes written past the page cache; a load of what no memory holds, over reading
-   as many bytes past the page cache.
+3. A save that is durable when it returns, over those of others, each with fsync and with the
+   removal of the one before, and over as many bytes written past the page cache; a load of what no
+   memory holds, over reading as many bytes past the page cache.
 4. A durable save of a state of which nine tenths are frozen, over one that moves as a whole.
 
 The model is a chain of linear layers under AdamW; `--gib` is the size of weights and moments.
@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from peers import asynchronous_peers, durable_peers, remove, sync
 
 from keepstep.store import Store, load_state
 from keepstep.store.direct import forget, set_direct
@@ -74,70 +73,71 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def loop(training: Training, save: Callable[[int], None], end: Callable[[], None]) -> float:
-    """Return the seconds of a loop, the end of its last save included."""
+class Keepstep:
+    """Our saves, with the face of `peers.Asynchronous`."""
+
+    def __init__(self, folder: Path, *, wait: bool = False, bounded: bool = False) -> None:
+        self._store = Store(folder, keep_last_n=1, bounded_memory=bounded)
+        self._store.restore()
+        self._wait, self._count = wait, 0
+        self.fence, self.end, self.close = self._store.fence, self._store.collect, self._store.close
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Save, or begin to."""
+        self._count += 1
+        self._store.save(state, step=self._count, wait=self._wait)
+
+
+def loop(training: Training, side: Any = None, calls: list[float] | None = None) -> float:
+    """Return the seconds of a loop; each save has half an interval of steps behind it."""
+    calls = [] if calls is None else calls
+    training.fence, training.waited = side.fence if side else lambda: None, []
 
     def run() -> None:
         for step in range(1, STEPS + 1):
             training.step()
-            if step % EVERY == 0:
-                save(step)
-        end()
+            if side and step % EVERY == EVERY // 2:
+                calls.append(timed(lambda: side.save(training.state())))
+        if side:
+            side.end()
 
     return timed(run)
 
 
 def loops(training: Training, folder: Path, rounds: int) -> None:
     """Print what each way of saving costs the loop."""
-    ratios: dict[str, list[float]] = {}
-    calls: dict[str, list[float]] = {}
-    waited: list[float] = []
-    with Store(folder / "keepstep", keep_last_n=1) as store:
-        store.restore()
-        count = 0
+    sides = {
+        "keepstep, wait=False": Keepstep(folder / "later"),
+        "keepstep, bounded": Keepstep(folder / "bounded", bounded=True),
+        **asynchronous_peers(folder),
+        "keepstep, wait=True": Keepstep(folder / "now", wait=True),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in sides}
+    calls: dict[str, list[float]] = {name: [] for name in sides}
+    waited: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side.save(training.state())
+        side.end()
+    for _ in range(rounds):
+        alone = loop(training)
+        for name, side in sides.items():
+            ratios[name].append(loop(training, side, calls[name]) / alone)
+            waited[name] += training.waited
+    print(f"a loop of {STEPS} steps: {alone:.2f} s; a save every {EVERY}")
+    for name, side in sides.items():
+        side.close()
+        print(
+            f"{name:22} loop {spread(ratios[name], 3)}; the call blocks"
+            f" {1000 * statistics.median(calls[name]):.1f} ms, at most"
+            f" {1000 * max(calls[name]):.1f}; an update waits at most"
+            f" {1000 * max(waited[name]):.1f} ms"
+        )
 
-        def keepstep(wait: bool) -> Callable[[int], None]:
-            def save(_: int) -> None:
-                nonlocal count
-                count += 1
-                store.save(training.state(), step=count, wait=wait)
 
-            return save
-
-        futures: list[Any] = []
-
-        def dcp_async(step: int) -> None:
-            if futures:
-                futures.pop().result()
-            shutil.rmtree(folder / f"dcp-{step}", ignore_errors=True)
-            futures.append(dcp.async_save(training.state(), checkpoint_id=folder / f"dcp-{step}"))
-
-        sides = {
-            "keepstep, wait=False": (keepstep(False), store.collect),
-            "DCP async_save": (dcp_async, lambda: [f.result() for f in futures]),
-            "keepstep, wait=True": (keepstep(True), lambda: None),
-        }
-        for name, (save, end) in sides.items():
-            save(EVERY)
-            end()
-            ratios[name], calls[name] = [], []
-        for _ in range(rounds):
-            alone = loop(training, lambda _: None, lambda: None)
-            for name, (save, end) in sides.items():
-                training.fence, training.waited = store.fence, []
-                taken = calls[name]
-                seconds = loop(
-                    training, lambda n, s=save, t=taken: t.append(timed(lambda: s(n))), end
-                )
-                ratios[name].append(seconds / alone)
-                waited += training.waited if name == "keepstep, wait=False" else []
-        print(f"a loop of {STEPS} steps: {alone:.2f} s; a save every {EVERY}")
-    for name, found in ratios.items():
-        spread = f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
-        blocked = 1000 * statistics.median(calls[name])
-        print(f"{name:22} loop {spread}   the call blocks {blocked:.1f} ms (max"
-              f" {1000 * max(calls[name]):.1f})")  # fmt: skip
-    print(f"steps at the fence: at most {1000 * max(waited):.1f} ms")
+def spread(found: list[float], digits: int = 2) -> str:
+    """Return median and range."""
+    middle, low, high = statistics.median(found), min(found), max(found)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def durable(training: Training, folder: Path, rounds: int) -> None:
@@ -146,28 +146,7 @@ def durable(training: Training, folder: Path, rounds: int) -> None:
     ratios: dict[str, list[float]] = {}
     loads: list[float] = []
 
-    def sync(path: Path) -> None:
-        for place in (
-            [path, *path.rglob("*"), path.parent] if path.is_dir() else [path, path.parent]
-        ):
-            descriptor = os.open(place, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-    def peer(name: str, write: Callable[[Path], None]) -> Callable[[], None]:
-        def save() -> None:
-            path = folder / name
-            write(path)
-            sync(path)
-
-        return save
-
-    peers = {
-        "torch.save + fsync": peer("a.pth", lambda path: torch.save(state, path)),
-        "safetensors + fsync": peer("a.safetensors", lambda path: save_file(state, path)),
-        "DCP + fsync": peer("dcp", lambda path: dcp.save(state, checkpoint_id=path)),
-    }
-    peers["raw writing"] = lambda: raw(folder / "raw", write=size)
+    peers = durable_peers()
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     with Store(folder / "durable", keep_last_n=1) as store:
         store.restore()
@@ -175,11 +154,19 @@ def durable(training: Training, folder: Path, rounds: int) -> None:
             # Every byte moves: what does not is linked, which is not what is compared here.
             training.step()
             ours = timed(lambda n=number: store.save(state, step=n))
-            for name, save in peers.items():
-                shutil.rmtree(folder / "dcp", ignore_errors=True)
-                for leftover in (folder / "a.pth", folder / "a.safetensors", folder / "raw"):
-                    leftover.unlink(missing_ok=True)
+            for name, write in peers.items():
+                new, old = (folder / f"{name}-{(number + n) % 2}" for n in (0, 1))
+
+                def save(write: Any = write, new: Path = new, old: Path = old) -> None:
+                    write(state, new)
+                    sync(new)
+                    remove(old)
+
                 ratios.setdefault(name, []).append(ours / timed(save))
+            remove(folder / "raw")
+            ratios.setdefault("raw writing", []).append(
+                ours / timed(lambda: raw(folder / "raw", write=size))
+            )
             path = folder / "durable" / f"step_{number}"
             for data in path.glob("*.safetensors"):
                 with data.open("rb") as file:
@@ -187,10 +174,8 @@ def durable(training: Training, folder: Path, rounds: int) -> None:
             read = timed(lambda: raw(folder / "raw"))
             loads.append(timed(lambda p=path: load_state(p)) / read)
     for name, found in ratios.items():
-        spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-        print(f"durable and with digests, over {name:20} {spread}")
-    spread = f"{statistics.median(loads):.2f} ({min(loads):.2f} to {max(loads):.2f})"
-    print(f"a verified load of what no memory holds, over raw reading: {spread}")
+        print(f"durable and with digests, over {name:20} {spread(found)}")
+    print(f"a verified load of what no memory holds, over raw reading: {spread(loads)}")
 
 
 def raw(path: Path, *, write: int = 0) -> None:
