@@ -45,6 +45,7 @@ from keepstep.store.manifest import (
     Manifest,
     file_from_data,
     tensor_from_data,
+    tensor_to_data,
     to_bytes,
 )
 from keepstep.store.ranks import Ranks, first, require_alike, together
@@ -368,7 +369,7 @@ def _write(
     files, tensors = unchanged.write(snapshot, staging, disk=disk, go_on=go_on, tell=on_event)
     snapshot.confirm()
     return {
-        "files": [asdict(entry) for entry in files],
-        "tensors": [asdict(entry) for entry in tensors],
+        "files": [vars(entry) for entry in files],
+        "tensors": [tensor_to_data(entry) for entry in tensors],
         "state": snapshot.digest(),
     }

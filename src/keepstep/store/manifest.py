@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ _AXES_MAX = 64
 _CORNERS_MAX = 1 << 22
 """A tensor of a million pieces, cut along two axes, has 64 TB."""
 _COUNT_MAX = 2**63 - 1
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+"""A value of another type fails wherever it is first used as what it should be."""
 _TIME_MAX = 253402300799
 """The last second of the year 9999, beyond which no date can be shown."""
 
@@ -164,9 +166,13 @@ def fingerprint_of(must_match: Mapping[str, Any]) -> str:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the canonical text of a manifest, ending in its own digest."""
-    data = asdict(manifest)
-    data["metrics"] = {name: _number_out(value) for name, value in manifest.metrics.items()}
     _check(manifest)
+    data = vars(manifest) | {
+        "metrics": {name: _number_out(value) for name, value in manifest.metrics.items()},
+        "best": None if manifest.best is None else vars(manifest.best),
+        "files": [vars(entry) for entry in manifest.files],
+        "tensors": [tensor_to_data(entry) for entry in manifest.tensors],
+    }
     # Not sorted: the order of a state's dicts is part of it.
     body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     return body[:-1] + _DIGEST_KEY + digest_of(body).encode() + b'"}\n'
@@ -187,16 +193,7 @@ def from_bytes(text: bytes, *, folder_name: str | None = None) -> Manifest:
             )
         manifest = _from_data(data)
         _check(manifest)
-    # A value of another type fails wherever it is first used as what it should be.
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except _MALFORMED as error:
         raise CheckpointDamaged(f"the manifest is malformed: {error}") from error
     if folder_name is not None and step_of(folder_name) != manifest.step:
         raise CheckpointDamaged(f"the manifest is that of step {manifest.step}")
@@ -249,12 +246,17 @@ def _from_data(data: dict[str, Any]) -> Manifest:
 
 
 def file_from_data(data: dict[str, Any]) -> FileEntry:
-    """Return a file's entry as `asdict` and JSON gave it."""
+    """Return a file's entry as its `vars` and JSON gave it."""
     return FileEntry(**data)
 
 
+def tensor_to_data(entry: TensorEntry) -> dict[str, Any]:
+    """Return a tensor's entry as JSON takes it, without a copy of anything in it."""
+    return {**vars(entry), "pieces": [vars(piece) for piece in entry.pieces]}
+
+
 def tensor_from_data(data: dict[str, Any]) -> TensorEntry:
-    """Return a tensor's entry as `asdict` and JSON gave it."""
+    """Return a tensor's entry as `tensor_to_data` and JSON gave it."""
     pieces = [
         Piece(**{**piece, "offset": tuple(piece["offset"]), "shape": tuple(piece["shape"])})
         for piece in data["pieces"]
@@ -394,5 +396,4 @@ def _number_out(value: float) -> float | str:
 
 
 def _canonical(data: Any) -> bytes:
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode()
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
