@@ -212,6 +212,30 @@ def test_ranks_that_hold_another_plain_state_are_refused(tmp_path, layout):
     assert list_checkpoints(tmp_path) == []
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_know_a_save_as_something_else_are_refused(tmp_path, size):
+    """Each would have a best of its own; the next save, with means, is that of all."""
+    code = SAVE.replace(
+        "    saved = store.save",
+        """
+    last = group.rank == group.world_size - 1
+    for facts in ({"metrics": {"loss": float(last)}}, {"milestone": last}, {"tokens": last}):
+        for wait in (True, False):
+            try:
+                store.save(state.capture(), step=2, wait=wait, **facts)
+            except UsageError as error:
+                told = f"rank {group.world_size - 1} saves {next(iter(facts))} "
+                assert error.message.startswith(told), error.message
+            else:
+                raise AssertionError(facts)
+    saved = store.save""",
+    )
+    begin = BEGIN.replace("import Store", "import Store\nfrom keepstep.errors import UsageError")
+    ended = run_code(size, begin + code + END, tmp_path, "", str(size))
+    assert all(exit_code == 0 for exit_code, _ in ended), ended
+    assert [verify(entry) for entry in list_checkpoints(tmp_path)] == [[]]
+
+
 def test_a_folder_that_is_not_shared_is_found(tmp_path):
     run(2, SAVE, tmp_path / "0")
     code = LOAD.replace("store.restore", "store.restore")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from keepstep.errors import UnsafeState
+from keepstep.errors import UnsafeState, UsageError
 from keepstep.store.manifest import Best, Facts, Manifest
 
 
@@ -59,6 +59,24 @@ def checked(step: Any, given: GivenFacts) -> dict[str, Any]:
         "metrics": metrics_of(given.get("metrics")),
         "milestone": bool(given.get("milestone", False)),
     }
+
+
+def shared(facts: Facts) -> dict[str, str]:
+    """Return, as text, what all ranks must say alike of a save."""
+    names = ("step", "updates", "samples", "tokens", "metrics", "milestone", "must_match")
+    return {name: json.dumps(getattr(facts, name), sort_keys=True) for name in names}
+
+
+def require_shared(told: list[dict[str, str]]) -> None:
+    """Raise where a rank saves another step, or knows it as something else than the first does."""
+    for rank, one in enumerate(told):
+        differing = [f"{name} {one[name]}" for name in one if one[name] != told[0][name]]
+        if differing:
+            first = ", ".join(told[0][text.partition(" ")[0]] for text in differing)
+            raise UsageError(
+                f"rank {rank} saves {', '.join(differing)}, and rank 0 {first}",
+                hint="Give save() the same facts on all ranks: metrics are means over all of them.",
+            )
 
 
 def count_of(name: str, value: Any) -> int:

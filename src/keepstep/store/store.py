@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 from keepstep.store import resume
 from keepstep.store.catalog import sequence_of
 from keepstep.store.disk import Disk
-from keepstep.store.facts import GivenFacts, Saved, checked
+from keepstep.store.facts import GivenFacts, Saved, checked, require_shared, shared
 from keepstep.store.layout import LOCK_NAME
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
@@ -258,12 +258,13 @@ class Store:
         started, writer = time.monotonic(), self._make_writer()
         taken: list[tuple[Facts, Snapshot, Cut | None]] = []
 
-        def take() -> None:
+        def take() -> dict[str, str]:
             known, snapshot = self._take(state, step, facts)
             cut = None if wait else writer.cut(snapshot, copy_now)
             taken.append((known, snapshot, cut))
+            return shared(known)
 
-        together(self._ranks, "save: state", take)
+        require_shared(together(self._ranks, "save: state", take))
         known, snapshot, cut = taken[0]
         self._on_event("snapshot", step=step)
         if cut is None:
@@ -351,8 +352,7 @@ class Store:
     def mark_best(self, metrics: Mapping[str, float], *, step: int) -> bool:
         """Judge a committed checkpoint by metrics that were found after it was saved.
 
-        The checkpoint is not modified; the next manifest records it. Returns whether it is the
-        best now.
+        It is not modified; the next manifest records it. Returns whether it is the best now.
         """
         self._join()
         before = self.best
