@@ -1,8 +1,8 @@
 """Other ways to save a state, behind one face: durable when they return, or behind the loop.
 
-torchsnapshot and torch_checkpointing take part where they are installed:
+torchsnapshot, torch_checkpointing and Orbax take part where they are installed:
 
-    .venv/bin/pip install -c constraints.txt torchsnapshot torch_checkpointing
+    .venv/bin/pip install -c constraints.txt torchsnapshot torch_checkpointing orbax-checkpoint
 """
 
 import importlib
@@ -14,8 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 State = dict[str, Any]
 
@@ -48,6 +50,12 @@ def durable_peers() -> dict[str, Callable[[State, Path], Any]]:
     if checkpointing is not None:
         manager = _manager(checkpointing, save=checkpointing.SyncCheckpointSaverConfig())
         peers["torch_checkpointing"] = lambda state, path: manager.save(str(path), {"all": state})
+    orbax = found("orbax.checkpoint")
+    if orbax is not None:
+        checkpointer = orbax.PyTreeCheckpointer()
+        peers["Orbax"] = lambda state, path: checkpointer.save(
+            path, {name: tensor.numpy() for name, tensor in state.items()}
+        )
     return peers
 
 
@@ -103,6 +111,11 @@ class Asynchronous:
         path = self._folder / str(self._count)
         self._under_way = (self._begin(state, path), path)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written."""
+        return self._under_way is not None and not self._under_way[0].done()
+
     def end(self) -> None:
         """Wait for what is being written."""
         if self._under_way is not None:
@@ -119,7 +132,17 @@ def asynchronous_peers(folder: Path) -> dict[str, Asynchronous]:
     def dcp_thread(state: State, path: Path) -> Any:
         return dcp.async_save(state, checkpoint_id=path)
 
-    peers = {"DCP async_save": Asynchronous(dcp_thread, folder / "dcp")}
+    def dcp_process(state: State, path: Path) -> Any:
+        return dcp.async_save(
+            state, checkpoint_id=path, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        )
+
+    # The process of its own wants a group to be in, be it of one.
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    peers = {
+        "DCP, a thread": Asynchronous(dcp_thread, folder / "dcp"),
+        "DCP, a process": Asynchronous(dcp_process, folder / "dcp-process"),
+    }
     checkpointing = found("torch_checkpointing")
     if checkpointing is not None:
         manager = _manager(checkpointing)

@@ -9,6 +9,8 @@
    removal of the one before, and over as many bytes written past the page cache; a load of what no
    memory holds, over reading as many bytes past the page cache.
 4. A durable save of a state of which nine tenths are frozen, over one that moves as a whole.
+5. With `--only returns`: how long the call of `save(wait=False)` takes for states of three sizes,
+   and the rate of short steps while a save is written, over that of steps beside none.
 
 The model is a chain of linear layers under AdamW; `--gib` is the size of weights and moments.
 """
@@ -37,12 +39,12 @@ RAW_BYTES = 8 << 20
 class Training:
     """A model of a given size under AdamW; one step takes some tenths of a second a GiB."""
 
-    def __init__(self, gib: float) -> None:
+    def __init__(self, gib: float, *, batch: int = 512) -> None:
         width = int((gib * 2**30 / 12 / LAYERS) ** 0.5)
         layers = [torch.nn.Linear(width, width) for _ in range(LAYERS)]
         self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randn(512, width)
+        self.batch = torch.randn(batch, width)
         self.fence: Callable[[], None] = lambda: None
         self.waited: list[float] = []
         self.step()
@@ -86,6 +88,11 @@ class Keepstep:
         """Save, or begin to."""
         self._count += 1
         self._store.save(state, step=self._count, wait=self._wait)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written."""
+        return self._store.is_busy()
 
 
 def loop(training: Training, side: Any = None, calls: list[float] | None = None) -> float:
@@ -131,6 +138,48 @@ def loops(training: Training, folder: Path, rounds: int) -> None:
             f" {1000 * statistics.median(calls[name]):.1f} ms, at most"
             f" {1000 * max(calls[name]):.1f}; an update waits at most"
             f" {1000 * max(waited[name]):.1f} ms"
+        )
+
+
+def returns(folder: Path, rounds: int) -> None:
+    """Print how long the call takes, and how fast short steps are beside a save."""
+    for gib in (0.25, 1.0, 4.0):
+        training, side = Training(gib, batch=16), Keepstep(folder / f"returns-{gib}")
+        calls = []
+        for _ in range(10 * rounds):
+            side.save(training.state())
+            side.end()
+            training.step()
+            calls.append(1000 * timed(lambda t=training, s=side: s.save(t.state())))
+            side.end()
+        side.close()
+        shutil.rmtree(folder / f"returns-{gib}")
+        calls.sort()
+        print(f"{gib} GiB: the call takes {calls[len(calls) // 2]:.1f} ms, at most {calls[-1]:.1f}")
+    training = Training(1.0, batch=16)
+    sides = {
+        "keepstep, wait=False": Keepstep(folder / "later"),
+        "keepstep, bounded": Keepstep(folder / "bounded", bounded=True),
+        **asynchronous_peers(folder),
+    }
+    for name, side in sides.items():
+        rates = []
+        for number in range(rounds + 1):
+            training.fence = side.fence
+            alone = statistics.median(timed(training.step) for _ in range(8))
+            side.save(training.state())
+            begun, count = time.perf_counter(), 0
+            while side.busy:
+                training.step()
+                count += 1
+            beside = (time.perf_counter() - begun) / max(1, count)
+            side.end()
+            # The first save of a side allocates what the others use again.
+            if number:
+                rates.append(alone / beside)
+        side.close()
+        print(
+            f"{name:22} steps beside a save, over steps beside none: {spread(rates)}, {count} steps"
         )
 
 
@@ -218,9 +267,13 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--only", choices=["returns"], default="")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="saving-", dir=given.folder))
     try:
+        if given.only:
+            returns(folder, given.rounds)
+            return
         training = Training(given.gib)
         loops(training, folder, given.rounds)
         durable(training, folder, given.rounds)
