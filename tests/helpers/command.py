@@ -72,7 +72,8 @@ class Session:
         )
         self.lines: list[str] = []
         # A command that hangs is killed, so that no read of its output waits for ever.
-        self._timer = threading.Timer(DEADLINE_SECONDS, self.kill_group)
+        self._hung = False
+        self._timer = threading.Timer(DEADLINE_SECONDS, self._give_up)
         self._timer.daemon = True
         self._timer.start()
 
@@ -104,12 +105,18 @@ class Session:
         except ProcessLookupError:
             return
 
+    def _give_up(self) -> None:
+        self._hung = True
+        self.kill_group()
+
     def end(self) -> int:
         """Read the output to its end; return the exit code."""
         for _ in self._read():
             pass
         code = self.process.wait()
         self._timer.cancel()
+        # What hangs must not pass for what a test kills.
+        assert not self._hung, f"not over after {DEADLINE_SECONDS} s:\n{self.output}"
         return code
 
     @property

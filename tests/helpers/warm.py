@@ -52,11 +52,14 @@ def run_together(jobs: list[Job]) -> list[subprocess.CompletedProcess[str]]:
         deadline = time.monotonic() + DEADLINE_SECONDS
         for _, process, _ in running:
             process.join(max(0.0, deadline - time.monotonic()))
-        for _, process, _ in running:
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        return [_ended(*one) for one in running]
+        late = [process for _, process, _ in running if process.exitcode is None]
+        for process in late:
+            process.kill()
+            process.join()
+        ended = [_ended(*one) for one in running]
+    # What hangs must not pass for what a test kills.
+    assert not late, f"not over after {DEADLINE_SECONDS} s: {ended}"
+    return ended
 
 
 def _output() -> IO[bytes]:
