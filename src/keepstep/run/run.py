@@ -13,9 +13,10 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from keepstep.config.quantities import bytes_text, number_text, seconds
+from keepstep.config.quantities import bytes_text, seconds
 from keepstep.config.resolved import (
     RUN_TOML,
     checkpoint_folder,
@@ -34,6 +35,7 @@ from keepstep.run.journal import Journal, SilentJournal
 from keepstep.run.outcome import Ending, Outcome, ending_of
 from keepstep.run.policy import SaveDue
 from keepstep.run.stop import StopRequests
+from keepstep.run.store_events import tell_of_store
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Saved, Store
 from keepstep.store.catalog import checkpoints_in
@@ -45,28 +47,11 @@ from keepstep.store.layout import (
     OUTCOME_NAME,
 )
 from keepstep.store.lock import FolderLock
-from keepstep.store.manifest import Best, digest_of
+from keepstep.store.manifest import digest_of
 from keepstep.store.plain import decode, encode
 from keepstep.store.ranks import first
 from keepstep.store.remote import ObjectStore
 from keepstep.store.sweep import sweep
-
-_STORE_WORDS = {
-    "methods": "commits are made by {methods}: {why}",
-    "swept": "{name} was left by a session that died; removed",
-    "retry": "step {step}: attempt {attempt} to save failed ({error}); trying again",
-    "disk_refused": "on this file system {what}",
-    "verified_on_disk": "step {step}: every byte was read back from the disk in {seconds:.2f} s",
-    "not_read_back": "step {step} is committed; there was no time to read it back from the disk",
-    "uploaded": "step {step} is in the remote too, after {seconds:.2f} s: {name}",
-    "fetched": "{name} fetched, every byte verified",
-    "passed_over": "{name} passed over: {fault}",
-    "remote_retry": "remote: attempt {attempt} to {what} failed ({error}); trying again",
-    "set_aside": "{name} moved to {new_name}: kept, never chosen",
-    "written_anew": "{name} holds frozen weights and is written anew, not linked: {why}",
-    "damaged": "{name} is damaged: {fault}",
-    "housekeeping_failed": "the checkpoint is committed, but tidying up failed: {error}",
-}
 
 
 class Run:
@@ -127,7 +112,7 @@ class Run:
             remote=config.remote
             and ObjectStore(config.remote, timeout=seconds(config.remote_timeout)),
             disk=self.disk,
-            on_event=self._on_store_event,
+            on_event=partial(tell_of_store, self),
         )
 
     def let_go(self) -> None:
@@ -158,7 +143,7 @@ class Run:
         self.begun = True
 
     def _begin_folder(self) -> None:
-        sweep(self.folder, self.disk, self._on_store_event)
+        sweep(self.folder, self.disk, partial(tell_of_store, self))
         self.disk.replace_file(self.folder / RUN_TOML, dump_toml(self.config).encode())
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
@@ -290,33 +275,6 @@ class Run:
         run_id = self.store.run_id if self.begun else self.recorded_run_id
         text = json.dumps({**data, "run_id": run_id}, indent=2) + "\n"
         self.disk.replace_file(self.folder / OUTCOME_NAME, text.encode())
-
-    def _on_store_event(self, event: str, **facts: Any) -> None:
-        if event == "snapshot":
-            self.hooks.call("on_snapshot", self, facts["step"])
-        elif event == "committed":
-            text = (
-                f"step {facts['manifest'].step:,}  {bytes_text(facts['manifest'].size)}"
-                f" · committed after {facts['seconds']:.2f} s"
-            )
-            self.hooks.call("on_notice", self, "save", text)
-        elif event == "best_gone":
-            self.notice("store", _best_gone_text(**facts))
-        elif event in _STORE_WORDS:
-            self.notice("store", _STORE_WORDS[event].format(**facts))
-
-
-def _best_gone_text(*, gone: Best, fault: str, instead: Best | None) -> str:
-    """Say what became of the best so far, what stands in for it, and how it comes back."""
-    text = f"the best so far, step {gone.step:,} ({gone.metric} {number_text(gone.value)}), is "
-    text += f"damaged ({fault})" if fault else "not there any more"
-    if instead is None:
-        text += "; no other that is there was measured: there is no best until the next evaluation"
-    else:
-        text += f"; step {instead.step:,} ({number_text(instead.value)}) takes its place"
-    if fault:
-        text += ". Put a whole copy in its place, if there is one, before the run is continued"
-    return text
 
 
 @contextmanager
