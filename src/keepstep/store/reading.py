@@ -26,7 +26,7 @@ from keepstep.store.direct import Reader
 from keepstep.store.manifest import Manifest, Piece, TensorEntry, digest_of
 from keepstep.store.plain import TensorReference, decode
 from keepstep.store.regular import opened
-from keepstep.store.shards import Place, Region
+from keepstep.store.shards import Place, Region, all_of
 from keepstep.store.tensors import DTYPES, bytes_in, bytes_of, narrowed
 
 _THREADS = 4
@@ -166,7 +166,7 @@ def _begin(files: _Files, entry: TensorEntry, place: Place | None) -> _Begun:
     for piece in entry.pieces:
         if piece.end - piece.start != math.prod(piece.shape) * dtype.itemsize:
             raise CheckpointDamaged(f"a piece of {entry.name} has another size than its shape")
-    whole = Region(offset=(0,) * len(entry.shape), shape=entry.shape)
+    whole = all_of(entry.shape)
     region = whole if place is None else place.region
     tensor, pieces = torch.empty(region.shape, dtype=dtype), []
     # The manifest's pieces cover the tensor (its invariant 5).

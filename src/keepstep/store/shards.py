@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,19 +21,18 @@ from keepstep.store.ranks import Ranks
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Region:
+class Region(NamedTuple):
     """A block of a tensor: where it begins and how large it is, by axis."""
 
     offset: Shape
     shape: Shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """What this process holds of a tensor whose shape is `whole`: `local` is the `region` of it.
 
     `copies` is how many processes hold that region, and `copy` which of them this one is.
+    One is made for each tensor while the training waits, so it is a tuple, which is made quickly.
     """
 
     local: torch.Tensor
@@ -61,8 +60,7 @@ def part_of(tensor: torch.Tensor, path: str, ranks: Ranks) -> Part:
     spec = getattr(tensor, "_spec", None)
     if spec is None:
         shape = tuple(tensor.shape)
-        whole = Region(offset=(0,) * len(shape), shape=shape)
-        return Part(local=tensor, whole=shape, region=whole, copies=ranks.size, copy=ranks.rank)
+        return Part(tensor, shape, region=all_of(shape), copies=ranks.size, copy=ranks.rank)
     shape = tuple(tensor.shape)
     placements = tuple(spec.placements)
     if any(placement.is_partial() for placement in placements):
@@ -101,16 +99,27 @@ def written_here(parts: Mapping[str, Part]) -> set[str]:
     answer, because it depends on whole shapes only.
     """
     loads: dict[int, list[int]] = {}
-    chosen = set()
-    for name in sorted(parts, key=lambda name: (-parts[name].bytes, name)):
+    chosen = {name for name, part in parts.items() if part.copies == 1 and _is_of_use(part)}
+    shared = [name for name, part in parts.items() if part.copies > 1]
+    for name in sorted(shared, key=lambda name: (-parts[name].bytes, name)):
         part = parts[name]
         load = loads.setdefault(part.copies, [0] * part.copies)
         writer = load.index(min(load))
         load[writer] += part.bytes
-        something = math.prod(part.region.shape) > 0 or math.prod(part.whole) == 0
-        if writer == part.copy and something:
+        if writer == part.copy and _is_of_use(part):
             chosen.add(name)
     return chosen
+
+
+def _is_of_use(part: Part) -> bool:
+    """Tell whether a part has bytes; of a tensor that is empty as a whole, every part counts."""
+    return math.prod(part.region.shape) > 0 or math.prod(part.whole) == 0
+
+
+@functools.lru_cache(maxsize=4096)
+def all_of(shape: Shape) -> Region:
+    """Return the region that is the whole of a tensor."""
+    return Region(offset=(0,) * len(shape), shape=shape)
 
 
 @functools.cache

@@ -15,19 +15,19 @@ changed through `.data`.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from keepstep.errors import SaveFailed
-from keepstep.store.shards import Part
 from keepstep.store.tensors import Snapshot, bytes_in, bytes_of, in_file_order
 
 _AT_ONCE_BYTES = 16 << 10
 """What is at most so large is copied at the cut: to watch it would cost as much."""
 _SAMPLES = 32
+_WIDEST_BYTES = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,29 +36,33 @@ class Arena:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def places(self, parts: dict[str, Part], names: list[str]) -> dict[str, torch.Tensor]:
-        """Return a tensor for the copy of each, in this order without a gap between them.
-
-        The order is that of the file, wide types first, so each is aligned to its own width.
-        """
-        sizes = [bytes_in(parts[name].local) for name in names]
-        if sum(sizes) > self._memory.numel():
+    def reserve(self, size: int, *, pinned: bool) -> None:
+        """Have room for so many bytes."""
+        if size > self._memory.numel():
             # The old one goes first: both would be twice the state.
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            pinned = any(parts[name].local.is_cuda for name in names)
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        found, start = {}, 0
-        for name, size in zip(names, sizes, strict=True):
-            local = parts[name].local
-            place = self._memory[start : start + size].view(local.dtype)
-            found[name] = place.view(local.shape)
-            start += size
-        return found
+            self._memory, self._typed = torch.empty(0, dtype=torch.uint8), {}
+            size += -size % _WIDEST_BYTES
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+    def place(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for a copy of `like` that begins at byte `start`.
+
+        In the order of a file, wide types first, each is aligned to its own width.
+        """
+        memory = self._typed.get(like.dtype)
+        if memory is None:
+            memory = self._typed[like.dtype] = self._memory.view(like.dtype)
+        rows = like if like.is_contiguous() else torch.empty(like.shape, device="meta")
+        return memory.as_strided(like.shape, rows.stride(), start // like.element_size())
 
 
 class Cut:
-    """The state that a save is of: some of it copied already, the rest watched until it is."""
+    """The state that a save is of: some of it copied already, the rest watched until it is.
+
+    Training waits while it is taken: what can be left to the writer is.
+    """
 
     def __init__(
         self,
@@ -74,25 +78,31 @@ class Cut:
         ``in_place``: the rest is never copied.
         """
         self._snapshot = snapshot
+        self._arena = arena
         self._in_place = in_place
-        names = in_file_order(snapshot)
-        now: list[str] = []
         self._watched: list[_Watched] = []
-        for name in names:
+        now: list[tuple[str, int, torch.Tensor]] = []
+        start = 0
+        for name in in_file_order(snapshot):
             local = snapshot.parts[name].local
-            at_once = everything or bytes_in(local) <= _AT_ONCE_BYTES or name in moving
-            flat = None if at_once else _flat(local)
-            if flat is None:
-                now.append(name)
+            size = bytes_in(local)
+            at_once = everything or size <= _AT_ONCE_BYTES or name in moving
+            rows = None if at_once else _sampled(local)
+            if rows is None:
+                now.append((name, start, local))
             else:
-                self._watched.append(_Watched.begin(name, local, flat))
-        self._places = arena.places(snapshot.parts, now if in_place else names)
+                item = _Watched(name, local, start, _version(local), rows, _copy_of(rows))
+                self._watched.append(item)
+            if rows is None or not in_place:
+                start += size
+        cuda = any(item.source.is_cuda for item in self._watched)
+        arena.reserve(start, pinned=cuda or any(local.is_cuda for _, _, local in now))
+        self._places = {name: arena.place(at, local) for name, at, local in now}
         if now:
-            sources = [snapshot.parts[name].local for name in now]
-            torch._foreach_copy_([self._places[name] for name in now], sources)
+            torch._foreach_copy_(list(self._places.values()), [local for _, _, local in now])
         # On a GPU the update before the cut may still be running; the copy waits for it.
         self._event = None
-        if any(item.source.is_cuda for item in self._watched):
+        if cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -128,12 +138,12 @@ class Cut:
 
     def _with_copies(self, *, confirm: Callable[[], None]) -> Snapshot:
         parts = self._snapshot.parts
-        copied = {name: replace(parts[name], local=place) for name, place in self._places.items()}
+        copied = {name: parts[name]._replace(local=place) for name, place in self._places.items()}
         return replace(self._snapshot, parts={**parts, **copied}, confirm=confirm)
 
     def _copy_watched(self) -> None:
         for item in self._watched:
-            place = self._places[item.name]
+            place = self._places[item.name] = self._arena.place(item.start, item.source)
             if item.source.device.type == "cpu" and item.source.is_contiguous():
                 # Not torch's copy, whose threads would be taken from the training.
                 np.copyto(np.asarray(bytes_of(place)), np.asarray(bytes_of(item.source)))
@@ -141,25 +151,15 @@ class Cut:
                 place.copy_(item.source, non_blocking=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Watched:
+class _Watched(NamedTuple):
     """A tensor that is still to be copied, and what it was like at the cut."""
 
     name: str
     source: torch.Tensor
+    start: int
     version: int
     rows: torch.Tensor
     sample: Any
-
-    @classmethod
-    def begin(cls, name: str, source: torch.Tensor, flat: torch.Tensor) -> "_Watched":
-        """Take the sample: the first and the last element of equal parts, up to both ends."""
-        integers = flat.view(_INTEGERS[source.element_size()])
-        step = integers.numel() // _SAMPLES
-        rows = integers[: step * _SAMPLES].view(_SAMPLES, step)[:, :: step - 1]
-        return cls(
-            name=name, source=source, version=_version(source), rows=rows, sample=_copy_of(rows)
-        )
 
     def is_changed(self) -> bool:
         """Tell whether something wrote to it since the cut."""
@@ -180,7 +180,15 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return all elements as they lie in memory; None where there are gaps between them."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((tensor.numel(),), (1,)) if extent == tensor.numel() else None
+def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a view of the first and the last element of equal parts, up to both ends, as integers.
+
+    None where there are gaps between the elements.
+    """
+    if not tensor.is_contiguous():
+        spans = zip(tensor.shape, tensor.stride(), strict=True)
+        if 1 + sum((size - 1) * stride for size, stride in spans) != tensor.numel():
+            return None
+    step = tensor.numel() // _SAMPLES
+    integers = tensor.view(_INTEGERS[tensor.element_size()])
+    return integers.as_strided((_SAMPLES, 2), (step, step - 1))

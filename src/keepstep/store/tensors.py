@@ -130,7 +130,7 @@ def _register(
     name = path
     while name in parts:
         name += "'"
-    parts[name] = replace(part, local=tensor.detach())
+    parts[name] = part._replace(local=tensor.detach())
     seen[place] = name
     return name
 
