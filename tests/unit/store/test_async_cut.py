@@ -165,6 +165,19 @@ def test_small_tensors_and_plain_values_are_of_the_cut_without_a_fence(tmp_path,
     assert found["plain"] == {"steps": [1]}
 
 
+def test_what_lies_between_the_elements_of_a_view_is_no_part_of_it(tmp_path, held):
+    memory = torch.arange(4e4)
+    rows = memory.view(200, 200)[:, ::2]
+    with Store(tmp_path) as store:
+        store.restore()
+        expected = rows.clone()
+        store.save({"rows": rows}, step=1, wait=False)
+        memory.data.view(200, 200)[:, 1::2] += 1.0
+        held.set()
+        assert store.collect().manifest.step == 1
+    assert torch.equal(load_state(tmp_path / "step_1")["rows"], expected)
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("copy_now", [True, ("running",)])
 def test_what_is_copied_now_may_change_at_once(tmp_path, held, copy_now, bounded):
