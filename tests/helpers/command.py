@@ -61,7 +61,7 @@ class Session:
         extra: Mapping[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [str(KEEPSTEP), *map(str, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -70,6 +70,10 @@ class Session:
             start_new_session=True,
             pass_fds=pass_fds,
         )
+        self._look_at(process)
+
+    def _look_at(self, process: Any) -> None:
+        self.process = process
         self.lines: list[str] = []
         # A command that hangs is killed, so that no read of its output waits for ever.
         self._hung = False

@@ -38,7 +38,8 @@ def run_code(size: int, code: str, *words: object) -> list[tuple[int, str]]:
 class World:
     """`size` ranks of `keepstep train`; leave it and none of them is left.
 
-    ``last``: more words for the last rank alone.
+    ``last``: more words for the last rank alone. ``forked``: whether they are forks, for which
+    see `warm`.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class World:
         *words: object,
         extra: Mapping[str, str] | None = None,
         last: tuple[str, ...] = (),
+        forked: bool = False,
     ) -> None:
         port = free_port()
+        start = warm.WarmSession if forked else Session
         self._stack = ExitStack()
         self.ranks: list[Session] = []
         for rank in range(size):
             place = place_of(rank, size, port)
             own = last if rank == size - 1 else ()
-            session = Session("train", *words, *own, extra={**(extra or {}), **place})
+            session = start("train", *words, *own, extra={**(extra or {}), **place})
             self.ranks.append(self._stack.enter_context(session))
 
     def __enter__(self) -> Self:

@@ -4,6 +4,7 @@ Guarantees:
 1. A handler sets a flag and nothing else; the run reads the flag at its own safe places.
 2. Earlier handlers are called too, and put back when the run is over.
 3. From the first signal on, a deadline runs (``watchdog.py``), so a stop always comes to an end.
+4. Where torchrun started the process and is killed, the process ends within a second or two.
 
 Without the wake-up descriptor a signal that arrives while the main thread sits in a long call
 would be seen by nobody until the call returns.
@@ -70,6 +71,7 @@ class StopRequests:
             stop_signals=frozenset(int(number) for number in _stop_signals()),
             grace_seconds=self._grace_seconds,
             repeat_seconds=_launcher_repeat_seconds(),
+            launcher=os.getppid() if _started_by_torchrun() else None,
         )
         self._watchdog.start()
         self._earlier_wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -115,4 +117,9 @@ def _stop_signals() -> list[signal.Signals]:
 def _launcher_repeat_seconds() -> float:
     # On Ctrl-C torchrun forwards to its workers the signal that the terminal has already sent
     # them; without this the copy would count as the second signal and cut the save off.
-    return _LAUNCHER_REPEATS_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+    return _LAUNCHER_REPEATS_WITHIN_SECONDS if _started_by_torchrun() else 0.0
+
+
+def _started_by_torchrun() -> bool:
+    # Of any other parent it is not known whether its child is meant to outlive it (`nohup`).
+    return "TORCHELASTIC_RUN_ID" in os.environ
