@@ -2,7 +2,8 @@
 
 Guarantees:
 1. A handler sets a flag and nothing else; the run reads the flag at its own safe places.
-2. Earlier handlers are called too, and put back when the run is over.
+2. Earlier handlers are called too, and put back when the run is over. In a process that ends with
+   it, as the command's does, a signal after that changes nothing.
 3. From the first signal on, a deadline runs (``watchdog.py``), so a stop always comes to an end.
 4. Where torchrun started the process and is killed, the process ends within a second or two.
 
@@ -28,10 +29,13 @@ class StopRequests:
     """The flag that says "stop at the next safe place", and who raised it.
 
     Use it as a context manager in the main thread: signals are heard from `__enter__` on.
+    ``ends_process``: nothing but the end of Python follows. The signals are ignored from then on,
+    and no earlier handler is put back: the process ends with the code of its run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = False) -> None:
         self.reason = ""
+        self._ends_process = ends_process
         self._earlier: dict[signal.Signals, Any] = {}
         self._earlier_wakeup_fd = -1
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -87,8 +91,11 @@ class StopRequests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Put every earlier handler back and end the watchdog."""
+        """Put every earlier handler back, unless the process ends, and end the watchdog."""
         for number, earlier in self._earlier.items():
+            if self._ends_process:
+                signal.signal(number, signal.SIG_IGN)
+                continue
             # A handler that was not installed from Python reads as None and cannot be put back.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         signal.set_wakeup_fd(self._earlier_wakeup_fd)
