@@ -34,12 +34,9 @@ def run(stopped, tmp_path) -> Path:
 
 def content(run: Path) -> dict[str, bytes]:
     """Every file but the lock, the journal and outcome.json."""
-    kept = [path for path in run.rglob("*") if path.is_file() and path.name != "lock"]
-    return {
-        str(path): path.read_bytes()
-        for path in kept
-        if path.parent != run or path.suffix != ".json"
-    }
+    written = ("lock", "journal.jsonl", "outcome.json")
+    kept = [path for path in run.rglob("*") if path.is_file() and path.name not in written]
+    return {str(path): path.read_bytes() for path in kept}
 
 
 @contextmanager
@@ -70,7 +67,7 @@ def nothing(_run: Path) -> Iterator[None]:
 
 
 REFUSED = {
-    "damaged": (damaged, (), 3, "is damaged", "failed"),
+    "damaged": (damaged, (), 3, "bytes, not", "failed"),
     "not found": (gone, (), 4, "tells of a checkpoint of step 4", "stopped"),
     "locked": (locked, (), 5, "process ", "stopped"),
     "another run": (nothing, ("--run.seed=4",), 2, "run.seed", "stopped"),
@@ -103,7 +100,7 @@ CHANGED = {
     "optimizer.rate": 0.02,
     "optimizer.weight_decay": 0.5,
     "schedule.name": "linear",
-    "schedule.warmup_steps": 6,
+    "schedule.warmup_steps": 4,
 }
 
 
