@@ -28,14 +28,17 @@ def untouched_pair(config, tmp_path_factory):
 def test_a_rank_that_is_blocked_by_a_frozen_one_leaves_when_it_is_told(
     config, untouched_pair, tmp_path, why
 ):
-    """Its main thread waits in a collective of step 5, and nobody is lost for a minute yet."""
+    """Its main thread waits in a collective of step 4, and nobody is lost for a minute yet.
+
+    Nothing is evaluated, saved or agreed on between its line of step 3 and that collective.
+    """
     signals, code = LEAVES[why]
-    act = {"when": "forward", "step": 5, "do": "SIGSTOP", "rank": 1}
+    act = {"when": "forward", "step": 4, "do": "SIGSTOP", "rank": 1}
     words = (config, f"--checkpoint.dir={tmp_path}", *SHORT, ACT, "--run.grace=2s")
     lost_late = "--distributed.lost_after=60s"
     with World(2, *words, lost_late, extra=hooks.acting(act), forked=True) as world:
         first = world.ranks[0]
-        first.wait_for("step 4/")
+        first.wait_for("step 3/")
         told = time.monotonic()
         for number in signals:
             first.signal(number)
