@@ -2,8 +2,12 @@
 
 import signal
 import socket
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from tests.helpers import warm
 from tests.helpers.world import free_port, place_of, run_code
@@ -40,20 +44,25 @@ raise SystemExit(main())
 
 
 def test_ranks_that_never_come_are_named_by_each_one_that_did():
-    """Rank 0 holds the store, and waits with it until the others have heard."""
+    """Rank 0 holds the store, and waits with it until the others have heard, if they live."""
     port = free_port()
-    jobs = [warm.Job(("2s",), place_of(rank, 4, port), MEET) for rank in (0, 2)]
-    ended = warm.run_together(jobs)
-    for done in ended:
-        assert done.returncode == 7, ended
-        assert "ERROR ranks [1, 3] of 4 did not come within 2 s" in done.stdout, ended
-        assert "distributed.join_within" in done.stdout
-    assert ended[0].stdout.splitlines()[-2:] == ended[1].stdout.splitlines()[-2:]
+    first = warm.WarmSession("2s", extra=place_of(0, 4, port), code=MEET)
+    other = warm.WarmSession("60s", extra=place_of(2, 4, port), code=MEET)
+    with first, other:
+        store = PrefixStore("keepstep/0", TCPStore("127.0.0.1", port, is_master=False))
+        store.wait(["here/2"])
+        other.signal(signal.SIGSTOP)
+        store.wait(["fate"])
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.process.wait(1)
+        other.signal(signal.SIGCONT)
+        assert [first.end(), other.end()] == [7, 7], first.output + other.output
+    for session in (first, other):
+        assert "ERROR ranks [1, 3] of 4 did not come within 2 s" in session.output
+        assert "distributed.join_within" in session.lines[-1]
 
 
 def test_a_rank_that_comes_too_late_hears_the_same_where_a_launcher_holds_the_store():
-    from torch.distributed import TCPStore
-
     held = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     ended = [

@@ -4,6 +4,7 @@ For loops over many kills: importing takes longer than all else that so short a 
 process does while it starts is for the commands that `tests.helpers.command` starts.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
 import multiprocessing.process
@@ -56,6 +57,11 @@ class WarmSession(Session):
         process = _start(Job(words, extra, code), write)
         os.close(write)
         self._look_at(_Fork(process, os.fdopen(read, errors="replace")))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command itself, unless it has ended and is waited for already."""
+        with contextlib.suppress(ProcessLookupError):
+            super().signal(number)
 
     def kill_group(self) -> None:
         """Kill the command, which may not lead its group yet, and everything it started."""

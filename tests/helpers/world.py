@@ -1,5 +1,7 @@
 """Several ranks of the installed command, each a process that the test can see, signal and kill."""
 
+import contextlib
+import random
 import socket
 import time
 from collections.abc import Mapping
@@ -12,9 +14,12 @@ from tests.helpers.command import Session
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens at, and that no connection is given as its own end."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def place_of(rank: int, size: int, port: int) -> dict[str, str]:

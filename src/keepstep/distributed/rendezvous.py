@@ -116,17 +116,16 @@ class Rendezvous:
         try:
             store.wait([_FATE], left)
         except DistStoreError:
-            verdict = json.dumps([self._present(store), socket.gethostname()])
-            store.compare_set(_FATE, "", verdict)
+            verdict = [self._present(store), socket.gethostname(), self.within_seconds]
+            store.compare_set(_FATE, "", json.dumps(verdict))
         fate = store.get(_FATE).decode()
         if fate == _ALL:
             return
-        came, host = json.loads(fate)
+        came, host, seconds = json.loads(fate)
         self._let_hear(store, came)
         missing = [rank for rank in range(self.size) if rank not in came]
         raise Unhealthy(
-            f"ranks {missing} of {self.size} did not come within {self.within_seconds:g} s"
-            f" (waiting on {host})",
+            f"ranks {missing} of {self.size} did not come within {seconds:g} s (waiting on {host})",
             hint="Look at how they ended, then run the same command to continue."
             " distributed.join_within is the time that they have.",
         )
