@@ -3,8 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORST_DAYS := $(addprefix tests/distributed/test_,exit_matrix.py lost_at_operations.py \
+	random_days.py) tests/e2e/test_exactness.py
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test worst-days check bench clean
 
 setup: $(STAMP)
 
@@ -21,6 +23,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+worst-days: setup
+	KEEPSTEP_WORST_DAYS=all $(BIN)/python -m pytest $(WORST_DAYS)
 
 check: setup
 	$(BIN)/ruff format --check .

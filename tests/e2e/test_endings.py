@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.store import list_checkpoints
-from tests.helpers import hooks
+from tests.helpers import hooks, warm
 from tests.helpers.command import events, keepstep, link, losses, outcome, steps
 
 HOOK = f"--run.hooks=['{hooks.CONFIG}']"
@@ -215,6 +215,23 @@ def test_a_run_with_a_folder_of_its_own_keeps_its_checkpoints_in_it(config, tmp_
     assert done.returncode == 0, done.stdout
     assert steps(tmp_path / "b") == [3]
     assert (tmp_path / "b" / "checkpoints" / "latest").resolve().name == "step_3"
+
+
+@pytest.mark.parametrize("flags", [(), ("--checkpoint.on_resume=fresh",)])
+def test_a_run_that_ended_before_its_first_checkpoint_is_the_same_run_after_a_kill(
+    config, untouched, tmp_path, flags
+):
+    """The next session starts over, and its checkpoints are not taken for those of another run."""
+    for when, step, do, code in (("start", 0, "stop", 75), ("forward", 5, "SIGKILL", -9)):
+        act = {"when": when, "step": step, "do": do}
+        words = ("train", config, f"--checkpoint.dir={tmp_path}", HOOK, *flags)
+        done = warm.keepstep(*words, extra=hooks.acting(act))
+        assert done.returncode == code, done.stdout
+    assert steps(tmp_path) == [3, 4]
+    assert outcome(tmp_path)["run_id"] == list_checkpoints(tmp_path)[0].manifest.run_id
+    done = warm.keepstep("train", config, f"--checkpoint.dir={tmp_path}", HOOK, *flags)
+    assert done.returncode == 0, done.stdout
+    assert losses(tmp_path) == losses(untouched)
 
 
 def test_a_moved_run_folder_continues(config, untouched, tmp_path):

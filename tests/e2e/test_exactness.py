@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import hooks, warm
+from tests.helpers import hooks, warm, worst_days
 from tests.helpers.command import digests, events, keepstep, link, losses, steps
 
 HOOK = f"--run.hooks=['{hooks.CONFIG}']"
@@ -35,11 +35,11 @@ def tensors(run: Path, step: int) -> dict[str, list[str]]:
     return {name: found for name, found in digests(run, step).items() if name != "plain"}
 
 
-def assert_interrupted_equals_untouched(config, folder, *flags, poison=()):
-    """Kill once, stop once, and let a third session finish."""
+def assert_interrupted_equals_untouched(config, folder, *flags, poison=(), by=keepstep):
+    """Kill once, stop once, and let a third session finish; `by` runs the untouched one."""
     bad = tuple({"step": step, "do": "nan"} for step in poison)
     untouched, run = folder / "untouched", folder / "run"
-    done = train(config, untouched, *flags, acts=bad)
+    done = train(config, untouched, *flags, acts=bad, by=by)
     assert done.returncode == 0, done.stdout
     kill = {"when": "forward", "step": 6, "do": "SIGKILL"}
     assert train(config, run, *flags, acts=(*bad, kill), by=warm.keepstep).returncode == -9
@@ -60,26 +60,49 @@ def assert_interrupted_equals_untouched(config, folder, *flags, poison=()):
     assert found == [(e["step"], e["metrics"]) for e in events(untouched, "evaluation")]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "schedule"),
-    [
-        ("adamw", "wsd"),
-        ("adamw", "rex"),
-        ("adamw", "linear"),
-        ("sgd", "cosine"),
-        ("sgd", "constant"),
-        ("muon", "cosine"),
-        ("muon", "cosine_restarts"),
-        ("lion", "cosine"),
-        ("schedulefree_adamw", "constant"),
-    ],
-)
+PAIRS = [
+    ("adamw", "wsd"),
+    ("adamw", "rex"),
+    ("adamw", "linear"),
+    ("sgd", "cosine"),
+    ("sgd", "constant"),
+    ("muon", "cosine"),
+    ("muon", "cosine_restarts"),
+    ("lion", "cosine"),
+    ("schedulefree_adamw", "constant"),
+]
+
+
+def flags_of(optimizer: str, schedule: str) -> list[str]:
+    flags = [f"--optimizer.name={optimizer}", f"--schedule.name={schedule}"]
+    return flags + OPTIMIZERS[optimizer] + SCHEDULES[schedule]
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), PAIRS)
 def test_each_optimizer_and_schedule_resumes_to_the_same_bits(
     config, tmp_path, optimizer, schedule
 ):
-    flags = [f"--optimizer.name={optimizer}", f"--schedule.name={schedule}"]
-    flags += OPTIMIZERS[optimizer] + SCHEDULES[schedule]
-    assert_interrupted_equals_untouched(config, tmp_path, *flags)
+    assert_interrupted_equals_untouched(config, tmp_path, *flags_of(optimizer, schedule))
+
+
+def test_each_other_pair_resumes_to_the_same_bits_with_accumulation_and_workers(config, tmp_path):
+    """A quarter of them each day; dropout is on in all."""
+    others = [
+        (optimizer, schedule, f"--train.micro_batch={micro}", f"--data.workers={workers}")
+        for (optimizer, schedule), (micro, workers) in zip(
+            sorted(set(itertools.product(OPTIMIZERS, SCHEDULES)) - set(PAIRS)),
+            itertools.cycle([(2, 0), (0, 2), (1, 1), (2, 2), (0, 0)]),
+            strict=False,
+        )
+        # What decays is refused with it.
+        if optimizer != "schedulefree_adamw"
+    ]
+    print(f"KEEPSTEP_TEST_SEED={worst_days.SEED}")
+    for optimizer, schedule, *more in worst_days.some(others, of=4):
+        print(optimizer, schedule, *more)
+        flags = (*flags_of(optimizer, schedule), *more)
+        place = tmp_path / f"{optimizer}-{schedule}"
+        assert_interrupted_equals_untouched(config, place, *flags, by=warm.keepstep)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,16 @@ def test_a_second_signal_leaves_at_once_and_damages_nothing(config, untouched, t
     assert_continues_to_the_untouched_end(config, tmp_path, untouched)
 
 
+@pytest.mark.parametrize(("code", "acts"), [(75, [{"step": 5, "do": "stop"}]), (0, [])])
+def test_a_signal_after_the_run_leaves_its_code_as_it_is(config, untouched, tmp_path, code, acts):
+    """A scheduler reads it: 75 is started again, 143 may not be."""
+    late = {"when": "exit", "step": 0, "do": "SIGTERM+SIGINT+SIGUSR1+SIGHUP"}
+    done = train(config, tmp_path, acts=(late, *({"when": "step", **act} for act in acts)))
+    assert done.returncode == code, done.stdout
+    assert outcome(tmp_path)["code"] == code
+    assert_continues_to_the_untouched_end(config, tmp_path, untouched)
+
+
 def test_the_end_of_the_grace_leaves_whatever_the_main_thread_is_doing(config, untouched, tmp_path):
     acts = ({"when": "forward", "step": 5, "do": "SIGTERM+PAUSE"},)
     done = train(config, tmp_path, "--run.grace=1s", acts=acts)

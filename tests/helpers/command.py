@@ -61,7 +61,7 @@ class Session:
         extra: Mapping[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [str(KEEPSTEP), *map(str, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -70,6 +70,10 @@ class Session:
             start_new_session=True,
             pass_fds=pass_fds,
         )
+        self._look_at(process)
+
+    def _look_at(self, process: Any) -> None:
+        self.process = process
         self.lines: list[str] = []
         # A command that hangs is killed, so that no read of its output waits for ever.
         self._hung = False
@@ -89,7 +93,7 @@ class Session:
 
     def wait_for(self, text: str) -> str:
         """Read the output until a line holds `text`; the line is returned."""
-        for line in self._read():
+        for line in self.read():
             if text in line:
                 return line
         raise AssertionError(f"the command ended before it said {text!r}:\n{self.output}")
@@ -111,7 +115,7 @@ class Session:
 
     def end(self) -> int:
         """Read the output to its end; return the exit code."""
-        for _ in self._read():
+        for _ in self.read():
             pass
         code = self.process.wait()
         self._timer.cancel()
@@ -123,7 +127,8 @@ class Session:
     def output(self) -> str:
         return "".join(self.lines)
 
-    def _read(self) -> Iterator[str]:
+    def read(self) -> Iterator[str]:
+        """Yield the lines of the output that were not read yet, as they come."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)

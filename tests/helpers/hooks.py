@@ -1,12 +1,14 @@
 """Hooks that make a run meet its worst day at an exact instant.
 
 `KEEPSTEP_TEST_ACT` holds a JSON list of acts: {"when": ..., "step": n, "do": ...}. `when` is one of
-start, forward, evaluating, step, evaluated, snapshot, committed, end; `step` is the step that is
+build, start, forward, evaluating, step, evaluated, snapshot, committed, end, exit (when Python
+itself ends); `step` is the step that is
 being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
 GROUP_SIGTERM goes to the group), or one of nan, nan_loss, raise, exit, unhealthy, stop,
 save. With `rank` only that rank acts.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -31,6 +33,17 @@ class Act:
 
     def __init__(self) -> None:
         self.acts = json.loads(os.environ.get("KEEPSTEP_TEST_ACT", "[]"))
+        if any(act.get("when") == "build" for act in self.acts):
+            self._hear_of_the_build()
+
+    def _hear_of_the_build(self) -> None:
+        """Act in the middle of it, when the first module gets a parameter."""
+
+        def on_parameter(*_: Any) -> None:
+            heard.remove()
+            self._act(None, "build", 0)
+
+        heard = torch.nn.modules.module.register_module_parameter_registration_hook(on_parameter)
 
     def on_run_start(self, run: Any) -> None:
         model, counters = run.position.model, run.position.counters
@@ -61,6 +74,7 @@ class Act:
         model.register_forward_hook(on_output)
         first.register_hook(on_gradient)
         self._act(run, "start", counters.step)
+        atexit.register(self._act, run, "exit", 0)
 
     def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
         self._act(run, "step", step)
@@ -84,7 +98,8 @@ class Act:
 
 
 def _is_here(act: dict[str, Any], run: Any) -> bool:
-    return act.get("rank", run.group.rank) == run.group.rank
+    here = run.group.rank if run is not None else int(os.environ.get("RANK", "0"))
+    return bool(act.get("rank", here) == here)
 
 
 def _do(run: Any, what: str) -> None:
@@ -113,7 +128,7 @@ def _do(run: Any, what: str) -> None:
 
 
 class Record:
-    """Writes the calls that it gets into a file beside the journal, one word a line."""
+    """Writes the calls that it gets into a file beside the journal; each rank has its own."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -126,7 +141,8 @@ class Record:
 
     def _write(self, run: Any, text: str) -> None:
         self.calls += 1
-        with (run.folder / "calls.txt").open("a") as file:
+        of_rank = f"-{run.group.rank}" if run.group.rank else ""
+        with (run.folder / f"calls{of_rank}.txt").open("a") as file:
             file.write(f"{text}\n")
 
     def on_run_start(self, run: Any) -> None:

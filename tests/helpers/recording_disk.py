@@ -31,15 +31,15 @@ class FailingDisk(Disk):
 
 
 class DyingDisk(Disk):
-    """Kills its process before the n-th operation."""
+    """Sends its process a signal before the n-th operation: kills it, or freezes it."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
+    def __init__(self, at: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self.at, self.number, self.count = at, number, 0
 
     def operation(self, name: str, path: Path) -> None:
         self.count += 1
         if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
 
 class PoorDisk(Disk):

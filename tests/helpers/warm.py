@@ -4,12 +4,15 @@ For loops over many kills: importing takes longer than all else that so short a 
 process does while it starts is for the commands that `tests.helpers.command` starts.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
+import multiprocessing.process
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,11 +22,12 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-from tests.helpers.command import DEADLINE_SECONDS, environment
+from tests.helpers.command import DEADLINE_SECONDS, Session, environment
 
 _INJECT = Path(__file__).parent / "inject" / "sitecustomize.py"
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.helpers.warm_imports"])
+_starting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,69 @@ def keepstep(
     return run_together([Job(words, extra)])[0]
 
 
-def run_together(jobs: list[Job]) -> list[subprocess.CompletedProcess[str]]:
-    """Run several at once to their ends, such as the ranks of a run."""
-    with mock.patch.dict(os.environ, environment(), clear=True):
+class WarmSession(Session):
+    """A command, or Python code, that runs in a fork while the test looks on."""
+
+    def __init__(
+        self, *words: object, extra: Mapping[str, str] | None = None, code: str = ""
+    ) -> None:
+        _prepare()
+        read, write = os.pipe()
+        process = _start(Job(words, extra, code), write)
+        os.close(write)
+        self._look_at(_Fork(process, os.fdopen(read, errors="replace")))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command itself, unless it has ended and is waited for already."""
+        with contextlib.suppress(ProcessLookupError):
+            super().signal(number)
+
+    def kill_group(self) -> None:
+        """Kill the command, which may not lead its group yet, and everything it started."""
+        super().kill_group()
+        self.process.kill()
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """A fork as `Session` sees a process."""
+
+    process: Any
+    stdout: IO[str]
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        return None if self.process.exitcode is None else int(self.process.exitcode)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+        return self.returncode
+
+
+def _prepare() -> None:
+    with _starting, mock.patch.dict(os.environ, environment(), clear=True):
         # What it imports sees the environment of a command, which each fork is given again.
         forkserver.ensure_running()
+
+
+def run_together(jobs: list[Job]) -> list[subprocess.CompletedProcess[str]]:
+    """Run several at once to their ends, such as the ranks of a run."""
+    _prepare()
     with ExitStack() as stack:
-        running = [(job, *_start(job, stack.enter_context(_output()))) for job in jobs]
+        outputs = [stack.enter_context(_output()) for _ in jobs]
+        running = [
+            (job, _start(job, output.fileno()), output)
+            for job, output in zip(jobs, outputs, strict=True)
+        ]
         deadline = time.monotonic() + DEADLINE_SECONDS
         for _, process, _ in running:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -66,12 +126,30 @@ def _output() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def _start(job: Job, output: IO[bytes]) -> tuple[Any, IO[bytes]]:
+@dataclass(frozen=True)
+class _Given:
+    """A descriptor that is handed over with the order to fork: no thread here serves it later."""
+
+    descriptor: int
+
+    def __reduce__(self) -> Any:
+        return _taken, (reduction.DupFd(self.descriptor),)
+
+
+def _taken(given: Any) -> int:
+    return int(given.detach())
+
+
+def _start(job: Job, output: int) -> Any:
     command = ["keepstep", *map(str, job.words)]
-    there = reduction.DupFd(output.fileno())
-    process = _forks.Process(target=_run, args=(command, job.code, environment(job.extra), there))
-    process.start()
-    return process, output
+    variables = environment(job.extra)
+    process = _forks.Process(target=_run, args=(command, job.code, variables, _Given(output)))
+    with _starting:
+        process.start()
+        # Whoever starts another looks at all that are listed, and its thread would take away the
+        # exit code that this one waits for.
+        multiprocessing.process._children.discard(process)
+    return process
 
 
 def _ended(job: Job, process: Any, output: IO[bytes]) -> subprocess.CompletedProcess[str]:
@@ -80,10 +158,10 @@ def _ended(job: Job, process: Any, output: IO[bytes]) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(job.words, process.exitcode, stdout=text)
 
 
-def _run(command: list[str], code: str, variables: dict[str, str], output: Any) -> None:
+def _run(command: list[str], code: str, variables: dict[str, str], descriptor: int) -> None:
+    os.setsid()
     os.environ.clear()
     os.environ.update(variables)
-    descriptor = output.detach()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -1,5 +1,7 @@
 """Several ranks of the installed command, each a process that the test can see, signal and kill."""
 
+import contextlib
+import random
 import socket
 import time
 from collections.abc import Mapping
@@ -12,9 +14,12 @@ from tests.helpers.command import Session
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens at, and that no connection is given as its own end."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def place_of(rank: int, size: int, port: int) -> dict[str, str]:
@@ -38,7 +43,8 @@ def run_code(size: int, code: str, *words: object) -> list[tuple[int, str]]:
 class World:
     """`size` ranks of `keepstep train`; leave it and none of them is left.
 
-    ``last``: more words for the last rank alone.
+    ``last``: more words for the last rank alone. ``forked``: whether they are forks, for which
+    see `warm`.
     """
 
     def __init__(
@@ -47,14 +53,16 @@ class World:
         *words: object,
         extra: Mapping[str, str] | None = None,
         last: tuple[str, ...] = (),
+        forked: bool = False,
     ) -> None:
         port = free_port()
+        start = warm.WarmSession if forked else Session
         self._stack = ExitStack()
         self.ranks: list[Session] = []
         for rank in range(size):
             place = place_of(rank, size, port)
             own = last if rank == size - 1 else ()
-            session = Session("train", *words, *own, extra={**(extra or {}), **place})
+            session = start("train", *words, *own, extra={**(extra or {}), **place})
             self.ranks.append(self._stack.enter_context(session))
 
     def __enter__(self) -> Self:

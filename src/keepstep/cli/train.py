@@ -24,7 +24,7 @@ def run_train(argv: Sequence[str]) -> int:
         return _help(argv)
     if not argv or argv[0].startswith("--"):
         raise UsageError("`keepstep train` needs a config file first", hint=f"usage: {_USAGE}")
-    with StopRequests() as stop:
+    with StopRequests(ends_process=True) as stop:
         # Below the handlers, because importing torch takes seconds in which a signal may come.
         from keepstep.config.quantities import seconds
         from keepstep.tasks.registry import load_task_config

@@ -191,6 +191,8 @@ class DistributedConfig:
     """Groups of ranks that each hold the whole model (HSDP)."""
     tp: int = 1
     """Ranks over which each matrix is split (tensor parallel)."""
+    join_within: Duration = "10min"
+    """Time in which all ranks have to come when a session starts; then the missing are named."""
     lost_after: Duration = "8s"
     """Time without a sign of life after which a rank is taken for lost and all others end."""
 

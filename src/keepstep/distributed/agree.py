@@ -15,14 +15,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from keepstep.distributed.health import Health, NoHealth
+from keepstep.distributed.rendezvous import COLLECTIVE_DEADLINE
 from keepstep.errors import KeepstepError
 from keepstep.store.process_group import SAME_ORDER, gather_plain
 
 if TYPE_CHECKING:
     from keepstep.distributed.group import Group
-
-COLLECTIVE_DEADLINE = timedelta(minutes=30)
-"""For what may honestly take long, such as writing; a lost peer is found by `Health`."""
 
 
 @dataclass(frozen=True, kw_only=True)

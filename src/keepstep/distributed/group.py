@@ -18,8 +18,9 @@ from typing import Any
 
 from keepstep.config.quantities import seconds
 from keepstep.config.schema import DistributedConfig
-from keepstep.distributed.agree import COLLECTIVE_DEADLINE, TorchRanks
+from keepstep.distributed.agree import TorchRanks
 from keepstep.distributed.health import Health, NoHealth
+from keepstep.distributed.rendezvous import COLLECTIVE_DEADLINE, Rendezvous
 from keepstep.errors import UsageError
 from keepstep.store.ranks import OneRank, Ranks
 
@@ -74,28 +75,28 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     if cuda:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
-    host, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 29500)
-    holds_store = rank == 0 and not _launcher_holds_store()
-    store = _connect(host, port, holds_store=holds_store)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=store,
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    rendezvous = Rendezvous(
+        host=host,
+        port=_number("MASTER_PORT", 29500),
         rank=rank,
-        world_size=size,
-        timeout=COLLECTIVE_DEADLINE,
+        size=size,
+        holds_store=rank == 0 and not _launcher_holds_store(),
+        within_seconds=seconds(config.join_within),
+    )
+    # Of its own for each: a request of one thread may wait where another's must not.
+    store, store_of_health = rendezvous.meet()
+    health = Health(
+        rank=rank,
+        size=size,
+        deadline_seconds=seconds(config.lost_after),
+        store=store_of_health,
+        store_host=host,
     )
     try:
-        health = Health(
-            rank=rank,
-            size=size,
-            deadline_seconds=seconds(config.lost_after),
-            # Of its own: a request of another thread may wait there.
-            store=_connect(host, port),
-            store_host=host,
-        )
-        talk: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_DEADLINE)
-        ranks = TorchRanks(talk, rank=rank, size=size, health=health)
         with health:
+            dist_backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            ranks = _join(store, dist_backend, rank=rank, size=size, health=health)
             yield Group(
                 rank=rank,
                 world_size=size,
@@ -107,6 +108,20 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _join(store: Any, backend: str, *, rank: int, size: int, health: Health) -> TorchRanks:
+    """Return the ranks of a new process group; a peer that is lost meanwhile is named."""
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_DEADLINE
+        )
+        talk: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_DEADLINE)
+    except RuntimeError as error:
+        raise health.explain(error) from error
+    return TorchRanks(talk, rank=rank, size=size, health=health)
 
 
 def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
@@ -129,21 +144,6 @@ def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
 
 def _launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _connect(host: str, port: int, *, holds_store: bool = False) -> Any:
-    """Return a connection to the rendezvous store, which this process may be the one to hold.
-
-    A launcher that starts lost ranks again keeps its store, in which torch's own rendezvous would
-    find the addresses of the dead and the verdict on them: each attempt has keys of its own.
-    """
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    store = TCPStore(
-        host, port, is_master=holds_store, wait_for_workers=False, timeout=COLLECTIVE_DEADLINE
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"keepstep/{attempt}", store)
 
 
 def _number(name: str, default: int) -> int:

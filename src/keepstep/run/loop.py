@@ -15,6 +15,7 @@ from keepstep.run.run import Run
 from keepstep.run.step import StepResult, autocast, take_step
 from keepstep.state.rng import seed_everything
 from keepstep.state.training_state import TrainingState
+from keepstep.store.ranks import together
 
 if TYPE_CHECKING:
     from keepstep.tasks.task import Batch, Task
@@ -72,7 +73,8 @@ def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
         run.save(state, metrics=run.metrics)
     run.collect()
     final = run.outcome(outcome.ending, reason=outcome.reason)
-    run.close(final)
+    # A hook that fails there on one rank, or a rank that is lost there, is the ending of all.
+    together(run.group.ranks, "end", lambda: run.close(final))
     return final
 
 

@@ -2,8 +2,10 @@
 
 Guarantees:
 1. A handler sets a flag and nothing else; the run reads the flag at its own safe places.
-2. Earlier handlers are called too, and put back when the run is over.
+2. Earlier handlers are called too, and put back when the run is over. In a process that ends with
+   it, as the command's does, a signal after that changes nothing.
 3. From the first signal on, a deadline runs (``watchdog.py``), so a stop always comes to an end.
+4. Where torchrun started the process and is killed, the process ends within a second or two.
 
 Without the wake-up descriptor a signal that arrives while the main thread sits in a long call
 would be seen by nobody until the call returns.
@@ -27,10 +29,13 @@ class StopRequests:
     """The flag that says "stop at the next safe place", and who raised it.
 
     Use it as a context manager in the main thread: signals are heard from `__enter__` on.
+    ``ends_process``: nothing but the end of Python follows. The signals are ignored from then on,
+    and no earlier handler is put back: the process ends with the code of its run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = False) -> None:
         self.reason = ""
+        self._ends_process = ends_process
         self._earlier: dict[signal.Signals, Any] = {}
         self._earlier_wakeup_fd = -1
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -70,6 +75,7 @@ class StopRequests:
             stop_signals=frozenset(int(number) for number in _stop_signals()),
             grace_seconds=self._grace_seconds,
             repeat_seconds=_launcher_repeat_seconds(),
+            launcher=os.getppid() if _started_by_torchrun() else None,
         )
         self._watchdog.start()
         self._earlier_wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -85,8 +91,11 @@ class StopRequests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Put every earlier handler back and end the watchdog."""
+        """Put every earlier handler back, unless the process ends, and end the watchdog."""
         for number, earlier in self._earlier.items():
+            if self._ends_process:
+                signal.signal(number, signal.SIG_IGN)
+                continue
             # A handler that was not installed from Python reads as None and cannot be put back.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         signal.set_wakeup_fd(self._earlier_wakeup_fd)
@@ -115,4 +124,9 @@ def _stop_signals() -> list[signal.Signals]:
 def _launcher_repeat_seconds() -> float:
     # On Ctrl-C torchrun forwards to its workers the signal that the terminal has already sent
     # them; without this the copy would count as the second signal and cut the save off.
-    return _LAUNCHER_REPEATS_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+    return _LAUNCHER_REPEATS_WITHIN_SECONDS if _started_by_torchrun() else 0.0
+
+
+def _started_by_torchrun() -> bool:
+    # Of any other parent it is not known whether its child is meant to outlive it (`nohup`).
+    return "TORCHELASTIC_RUN_ID" in os.environ

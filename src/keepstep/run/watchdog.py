@@ -1,12 +1,13 @@
 """The thread that ends the process when a stop cannot.
 
-Guarantees: a second signal ends the process at once, and so does the end of the grace time, even
-while the main thread is blocked in a collective, a system call or a compiler. The process leaves
-by `os._exit`: nothing is cleaned up, and nothing needs to be, because a checkpoint is complete or
-invisible at every instant.
+Guarantees: a second signal ends the process at once, and so does the end of the grace time or of
+the launcher that started it, even while the main thread is blocked in a collective, a system call
+or a compiler. The process leaves by `os._exit`: nothing is cleaned up, and nothing needs to be,
+because a checkpoint is complete or invisible at every instant.
 """
 
 import math
+import os
 import select
 import signal
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 
 from keepstep.distributed.leave import leave
+from keepstep.errors import Unhealthy
 
 _END = b"\0"
 
@@ -22,6 +24,7 @@ class Watchdog(threading.Thread):
     """Reads signals from the wake-up socket and enforces the deadline.
 
     ``repeat_seconds``: a signal so soon after the first is taken for the launcher's copy of it.
+    ``launcher``: the process without which this one has no business; None where there is none.
     """
 
     def __init__(
@@ -31,12 +34,14 @@ class Watchdog(threading.Thread):
         stop_signals: frozenset[int],
         grace_seconds: float,
         repeat_seconds: float,
+        launcher: int | None,
     ) -> None:
         super().__init__(name="keepstep-watchdog", daemon=True)
         self._wakeup = wakeup
         self._stop_signals = stop_signals
         self._grace_seconds = grace_seconds
         self._repeat_seconds = repeat_seconds
+        self._launcher = launcher
         self._first: tuple[int, float] | None = None
 
     def set_grace(self, seconds: float) -> None:
@@ -50,7 +55,7 @@ class Watchdog(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Wait for signals, the deadline or the end, whichever comes first."""
+        """Wait for signals, the deadline, the launcher's end or our own, whichever comes first."""
         # Not select, which knows no descriptor above 1,023.
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
@@ -66,10 +71,17 @@ class Watchdog(threading.Thread):
                 number, since = self._first
                 if time.monotonic() >= since + self._grace_seconds:
                     _leave(number, f"the grace of {self._grace_seconds:g} s is over")
+            # A child whose parent has died is given to another one.
+            if self._launcher not in (None, os.getppid()):
+                leave(
+                    Unhealthy.exit_code,
+                    f"error: the launcher (process {self._launcher}) is gone; leaving at once."
+                    " Checkpoints are whole.",
+                )
 
     def _seconds_to_look_again(self) -> float | None:
         if self._first is None:
-            return None
+            return None if self._launcher is None else 1.0
         left = self._first[1] + self._grace_seconds - time.monotonic()
         return min(max(left, 0.0), 1.0)
 

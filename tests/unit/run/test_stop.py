@@ -86,6 +86,35 @@ with StopRequests() as stop:
     assert run(code).returncode == 128 + signal.SIGTERM
 
 
+ORPHAN = """
+reader, writer = os.pipe()
+parent = os.getpid()
+if os.fork():
+    os.read(reader, 1)
+    os.kill(parent, signal.SIGKILL)
+with StopRequests() as stop:
+    os.write(writer, b"x")
+    while os.getppid() == parent:
+        pass
+    print("an orphan", flush=True)
+    threading.Event().wait(3)
+print("at its end", flush=True)
+"""
+
+
+def test_a_process_does_not_outlive_the_launcher_that_started_it():
+    done = run(ORPHAN, TORCHELASTIC_RUN_ID="x")
+    assert done.stdout == "an orphan\n"
+    assert "is gone; leaving at once. Checkpoints are whole." in done.stderr
+
+
+def test_a_process_that_a_shell_or_a_scheduler_started_outlives_it():
+    """As with `nohup`, `setsid` and `disown`."""
+    done = run(ORPHAN)
+    assert done.stdout == "an orphan\nat its end\n"
+    assert done.stderr == ""
+
+
 LEAVE = """
 import time
 from keepstep.distributed.leave import leave
