@@ -60,8 +60,14 @@ class Journal:
         """Return the step of the last save that the journal tells of, if there is one."""
         if not self._path.exists():
             return None
-        saved = [event["step"] for event in read_journal(self._path) if event["kind"] == "saved"]
-        return saved[-1] if saved else None
+        return next((e["step"] for e in _backwards(self._path) if e["kind"] == "saved"), None)
+
+    def last_save_seconds(self) -> float | None:
+        """Return what the last save that was measured took, if the journal tells of one."""
+        if not self._path.exists():
+            return None
+        timed = (e for e in _backwards(self._path) if e["kind"] == "saved" and "seconds" in e)
+        return next((float(event["seconds"]) for event in timed), None)
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event; it is in the kernel's hands when this returns."""
@@ -116,6 +122,23 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
             event = _parsed(line)
             if event is not None:
                 yield event
+
+
+def _backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a journal, the last one first, without reading more than is asked for."""
+    with opened(path) as file:
+        position, tail = file.seek(0, os.SEEK_END), b""
+        while position > 0:
+            count = min(_BLOCK_BYTES, position)
+            position -= count
+            file.seek(position)
+            lines = (file.read(count) + tail).splitlines(keepends=True)
+            # The first one may begin further up.
+            tail = lines.pop(0) if position > 0 else b""
+            for line in reversed(lines):
+                event = _parsed(line)
+                if event is not None:
+                    yield event
 
 
 def _split_behind(path: Path, step: int) -> tuple[int, bytes]:

@@ -47,6 +47,11 @@ class StopRequests:
         """Seconds from the first signal to the end of the process, whatever it is doing then."""
         return self._grace_seconds
 
+    @property
+    def grace_left_seconds(self) -> float | None:
+        """Seconds until the process is ended; None where no signal came."""
+        return self._watchdog.seconds_left if self._watchdog is not None else None
+
     def set_grace(self, seconds: float) -> None:
         """Make the deadline `seconds` after the first signal, also when one came already."""
         self._grace_seconds = seconds

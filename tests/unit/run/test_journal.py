@@ -102,3 +102,21 @@ def test_what_follows_a_torn_line_is_a_line_of_its_own(tmp_path):
 def test_the_journal_knows_its_last_save(tmp_path):
     assert Journal(tmp_path / "none", disk=Disk()).tells_of_a_save() is None
     assert written(tmp_path).tells_of_a_save() == 6
+
+
+def test_the_last_measured_save_is_found_from_the_end_whatever_stands_behind_it(tmp_path):
+    journal = Journal(tmp_path / "j", disk=Disk())
+    assert journal.last_save_seconds() is None
+    written(tmp_path)
+    assert journal.last_save_seconds() is None
+    journal.write("saved", step=6, seconds=1.0)
+    journal.write("saved", step=7, seconds=2.5)
+    journal.write("saved", step=8)
+    for step in range(9, 9 + 3 * (1 << 20) // 1000):
+        journal.write("step", step=step, padding="x" * 1000)
+    assert journal.last_save_seconds() == 2.5
+    assert journal.tells_of_a_save() == 8
+    journal.close()
+    with (tmp_path / "j").open("ab") as file:
+        file.write(b'{"kind": "saved", "seco')
+    assert journal.last_save_seconds() == 2.5
