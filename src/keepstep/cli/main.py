@@ -27,6 +27,7 @@ commands
   ckpt pin|unpin|prune RUN ...             say which stay; delete the others
   ckpt export|import ...                   to and from Hugging Face, DCP, .pth and safetensors
   config show|check CONFIG [overrides]     show a config as it resolves; list everything wrong
+  slurm CONFIG [options] [overrides]       print a batch script that stops in time and requeues
   language prepare|generate ...            make token files from text; write text with a model
 
 `keepstep COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 usage or config, 3 damaged,
@@ -71,6 +72,7 @@ def _run(words: list[str]) -> int:
         "train": _train,
         "ckpt": _ckpt,
         "config": _config,
+        "slurm": _slurm,
         "language": _language,
     }
     if name not in commands:
@@ -109,6 +111,12 @@ def _config() -> Callable[[Sequence[str]], int]:
     from keepstep.cli.config import run_config
 
     return run_config
+
+
+def _slurm() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.slurm import run_slurm
+
+    return run_slurm
 
 
 def _language() -> Callable[[Sequence[str]], int]:

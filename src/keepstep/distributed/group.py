@@ -1,8 +1,8 @@
 """The ranks of a run: who they are, how they talk, and how they part.
 
 Guarantees:
-1. The launcher's environment (torchrun's variables) says which rank this is; a world that the
-   config does not fit is refused before any model exists.
+1. The launcher's environment says which rank this is (`launcher.py`); a world that the config does
+   not fit is refused before any model exists.
 2. Agreements have a gloo group of their own: a training collective never waits behind one.
 3. The group is left after the health of the others is settled, and after the run has let go of
    its model and optimizer (`Run.let_go`), which hold it.
@@ -20,7 +20,7 @@ from keepstep.config.quantities import seconds
 from keepstep.config.schema import DistributedConfig
 from keepstep.distributed.agree import COLLECTIVE_DEADLINE, TorchRanks
 from keepstep.distributed.health import Health, NoHealth
-from keepstep.errors import UsageError
+from keepstep.distributed.launcher import Place, find_place
 from keepstep.store.ranks import OneRank, Ranks
 
 
@@ -62,8 +62,8 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     ``device``: the config's `train.device`. UsageError where the launcher's variables make no
     sense, Unhealthy where the others do not come.
     """
-    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    local_rank = _number("LOCAL_RANK", 0)
+    place = find_place()
+    rank, size, local_rank, host = place.rank, place.size, place.local_rank, place.host
     if size == 1:
         yield Group(rank=0, world_size=1, local_rank=local_rank)
         return
@@ -74,9 +74,8 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     if cuda:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
-    host, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 29500)
     holds_store = rank == 0 and not _launcher_holds_store()
-    store = _connect(host, port, holds_store=holds_store)
+    store = _connect(place, holds_store=holds_store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
@@ -90,7 +89,7 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
             size=size,
             deadline_seconds=seconds(config.lost_after),
             # Of its own: a request of another thread may wait there.
-            store=_connect(host, port),
+            store=_connect(place),
             store_host=host,
         )
         talk: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_DEADLINE)
@@ -131,7 +130,7 @@ def _launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _connect(host: str, port: int, *, holds_store: bool = False) -> Any:
+def _connect(place: Place, *, holds_store: bool = False) -> Any:
     """Return a connection to the rendezvous store, which this process may be the one to hold.
 
     A launcher that starts lost ranks again keeps its store, in which torch's own rendezvous would
@@ -140,16 +139,10 @@ def _connect(host: str, port: int, *, holds_store: bool = False) -> Any:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     store = TCPStore(
-        host, port, is_master=holds_store, wait_for_workers=False, timeout=COLLECTIVE_DEADLINE
+        place.host,
+        place.port,
+        is_master=holds_store,
+        wait_for_workers=False,
+        timeout=COLLECTIVE_DEADLINE,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"keepstep/{attempt}", store)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    if not text.isdecimal():
-        raise UsageError(f"the environment variable {name} is {text!r}, not a whole number")
-    return int(text)
+    return PrefixStore(f"keepstep/{place.attempt}", store)

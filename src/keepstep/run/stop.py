@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from keepstep.distributed.launcher import in_srun_task
 from keepstep.run.watchdog import Watchdog
 
 GRACE_SECONDS_UNTIL_CONFIGURED = 180.0
@@ -119,5 +120,7 @@ def _stop_signals() -> list[signal.Signals]:
 
 def _launcher_repeat_seconds() -> float:
     # On Ctrl-C torchrun forwards to its workers the signal that the terminal has already sent
-    # them; without this the copy would count as the second signal and cut the save off.
-    return _LAUNCHER_REPEATS_WITHIN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+    # them, and so does srun with what Slurm has sent its tasks; without this the copy would count
+    # as the second signal and cut the save off.
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or in_srun_task()
+    return _LAUNCHER_REPEATS_WITHIN_SECONDS if launched else 0.0
