@@ -95,15 +95,14 @@ def slow_save(run: Path, step: int) -> None:
 
 
 def test_a_save_that_cannot_end_within_the_grace_is_not_begun(config, untouched, tmp_path):
-    stop = {"when": "forward", "step": 3, "do": "SIGTERM"}
+    stop = {"when": "evaluated", "step": 4, "do": "SIGTERM"}
     assert train(config, tmp_path, acts=(stop,)) == [75]
-    slow_save(tmp_path, 3)
-    # An evaluation and the best are due at this step.
-    late = {"when": "forward", "step": 4, "do": "SIGTERM"}
-    assert train(config, tmp_path, "--checkpoint.interval=2", acts=(late,)) == [75]
-    assert steps(tmp_path) == [3]
+    slow_save(tmp_path, 4)
+    late = {"when": "forward", "step": 5, "do": "SIGTERM"}
+    assert train(config, tmp_path, "--checkpoint.interval=5", acts=(late,)) == [75]
+    assert steps(tmp_path) == [3, 4], "the one that is due at this step is held back too"
     found = outcome(tmp_path)
-    assert (found["outcome"], found["step"], found["checkpoint"]) == ("stopped", 4, "step_3")
+    assert (found["outcome"], found["step"], found["checkpoint"]) == ("stopped", 5, "step_4")
     assert found["reason"] == (
         "SIGTERM; no save was begun: it could not end within the grace of 180s"
         " (the fastest took 500.0 s)"

@@ -56,7 +56,9 @@ def test_the_script_is_sound_bash(capsys, words, tmp_path):
     path.write_text(script(capsys, *words))
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     checker = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([checker, path], capture_output=True, text=True, check=False)
+    # That nothing in the overrides expands is what is meant.
+    words = [checker, "--exclude=SC2016", path]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -112,11 +112,14 @@ def test_the_last_measured_save_is_found_from_the_end_whatever_stands_behind_it(
     journal.write("saved", step=6, seconds=1.0)
     journal.write("saved", step=7, seconds=2.5)
     journal.write("saved", step=8)
-    for step in range(9, 9 + 3 * (1 << 20) // 1000):
-        journal.write("step", step=step, padding="x" * 1000)
-    assert journal.last_save_seconds() == 2.5
-    assert journal.tells_of_a_save() == 8
     journal.close()
-    with (tmp_path / "j").open("ab") as file:
-        file.write(b'{"kind": "saved", "seco')
-    assert journal.last_save_seconds() == 2.5
+    told = (tmp_path / "j").read_bytes()
+    # Read in blocks of a mebibyte: wherever their edge falls, the line is found.
+    start = told.rindex(b"\n", 0, told.index(b"2.5")) + 1
+    for edge in (start - 1, start, start + 1, told.index(b"2.5"), told.index(b"2.5") + 3):
+        behind = b'{"kind": "step", "step": 9}\n{"kind": "step", "step": 10, "padding": "'
+        rest = b'"}\n{"kind": "saved", "seco'
+        fill = 2 * (1 << 20) - (len(told) - edge) - len(behind) - len(rest)
+        (tmp_path / "j").write_bytes(told + behind + b"x" * fill + rest)
+        assert journal.last_save_seconds() == 2.5
+        assert journal.tells_of_a_save() == 8
