@@ -28,6 +28,7 @@ commands
   ckpt export|import ...                   to and from Hugging Face, DCP, .pth and safetensors
   config show|check CONFIG [overrides]     show a config as it resolves; list everything wrong
   slurm CONFIG [options] [overrides]       print a batch script that stops in time and requeues
+  doctor [CONFIG | RUN]                    could a run begin and end well on this machine?
   language prepare|generate ...            make token files from text; write text with a model
 
 `keepstep COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 usage or config, 3 damaged,
@@ -73,6 +74,7 @@ def _run(words: list[str]) -> int:
         "ckpt": _ckpt,
         "config": _config,
         "slurm": _slurm,
+        "doctor": _doctor,
         "language": _language,
     }
     if name not in commands:
@@ -90,7 +92,7 @@ def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> in
     lines = [text, *getattr(error, "__notes__", [])]
     with contextlib.suppress(BrokenPipeError):
         print("error:", "\n".join(lines), file=sys.stderr)
-        if "--json" in words and words[0] in ("ckpt", "config"):
+        if "--json" in words and words[0] in ("ckpt", "config", "doctor"):
             print(json.dumps({"error": "\n".join(lines), "code": code}, indent=2), flush=True)
     return code
 
@@ -117,6 +119,12 @@ def _slurm() -> Callable[[Sequence[str]], int]:
     from keepstep.cli.slurm import run_slurm
 
     return run_slurm
+
+
+def _doctor() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.doctor import run_doctor
+
+    return run_doctor
 
 
 def _language() -> Callable[[Sequence[str]], int]:

@@ -151,12 +151,15 @@ class Clock:
             return ""
         ends_at, what = min(self._ends)
         reserve = self.reserve_seconds(saving=False)
-        if self._saves:
-            save = f"a save takes {max(self._saves):.1f} s"
-        else:
-            save = f"a save is assumed to take {self._assumed_seconds:.1f} s until one is measured"
         left = ends_at - self._now()
-        return f"{what} comes in {left:,.0f} s: this session stops {reserve:.1f} s before; {save}"
+        text = f"{what} comes in {left:,.0f} s: a session stops {reserve:.1f} s before"
+        if self._saves:
+            text += f"; a save takes {max(self._saves):.1f} s"
+        elif self._assumed_seconds:
+            text += (
+                f"; a save is assumed to take {self._assumed_seconds:.1f} s until one is measured"
+            )
+        return text
 
     @property
     def grace_warning(self) -> str:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from keepstep.errors import Locked
+from keepstep.store.regular import opened
 
 _FLOCK = "hhqqi"
 """The C struct of a record lock, on machines of 64 bits."""
@@ -101,17 +102,13 @@ def who_holds(path: Path) -> str:
     """Return who holds the lock of that name, in words, or nothing; nobody is kept from it."""
     if path.resolve() in _held:
         return _who({"pid": os.getpid(), "host": socket.gethostname()})
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    if not path.exists():
         return ""
-    try:
+    with opened(path) as file:
         # type, whence, start, length (0: all of it), process.
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        found = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-        return "" if found[0] == fcntl.F_UNLCK else _who(_read_holder(descriptor))
-    finally:
-        os.close(descriptor)
+        found = struct.unpack(_FLOCK, fcntl.fcntl(file.fileno(), fcntl.F_GETLK, asked))
+        return "" if found[0] == fcntl.F_UNLCK else _who(_read_holder(file.fileno()))
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:

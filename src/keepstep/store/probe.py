@@ -80,7 +80,8 @@ def try_out(folder: Path, wanted: Literal["auto", "file"] | CommitMethod) -> Tri
             hard_links=_has_hard_links(file, disk),
             skew_seconds=made - min(max(made, before), after),
         )
-    except (OSError, CannotSave) as error:
+    # Also where a person interrupts it: no session may ever come to sweep this place.
+    except BaseException as error:
         disk.discard(place, because=error)
         raise
     disk.remove_tree(place)
