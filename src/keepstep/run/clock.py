@@ -124,13 +124,11 @@ class Clock:
         """Note that a save begins: the state of this instant is what it keeps."""
         self._save_began = self._now()
 
-    def save_ended(self) -> float:
-        """Note that the save is committed, and in the remote; return the seconds that it took."""
-        now = self._now()
-        self._saves.append(now - self._save_began)
-        # A save is no part of a step.
-        self._looked = now
-        return self._saves[-1]
+    def save_ended(self, save_seconds: float) -> None:
+        """Note that a save is over, and what it took."""
+        self._saves.append(save_seconds)
+        # To wait for a save is no part of a step.
+        self._looked = self._now()
 
     @property
     def save_fits(self) -> bool:

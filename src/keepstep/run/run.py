@@ -233,12 +233,13 @@ class Run:
             return
         manifest = saved.manifest
         warned = self.clock.grace_warning
+        self.clock.save_ended(saved.seconds)
         self.journal.write(
             "saved",
             step=manifest.step,
             sequence=manifest.sequence,
             path=saved.path.name,
-            seconds=round(self.clock.save_ended(), 3),
+            seconds=round(saved.seconds, 3),
         )
         if self.clock.grace_warning and not warned:
             self.notice("grace", self.clock.grace_warning)

@@ -49,7 +49,7 @@ def began(now, stop, **options):
 def save(clock, now, seconds):
     clock.save_begins()
     now.seconds += seconds
-    clock.save_ended()
+    clock.save_ended(seconds)
 
 
 def steps_until_stop(clock, stop, now, seconds, *, saving=False):
