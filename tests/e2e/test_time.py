@@ -87,17 +87,19 @@ def test_two_ranks_save_and_stop_at_one_step_by_what_one_clock_says(config, tmp_
     assert keepstep("ckpt", "verify", tmp_path).returncode == 0
 
 
-def slow_save(run: Path, step: int) -> None:
-    """Have the journal tell of a save that took longer than any grace."""
-    with (run / "journal.jsonl").open("a") as file:
-        event = {"kind": "saved", "time": 1.0, "step": step, "sequence": 1, "seconds": 500.0}
-        file.write(json.dumps(event) + "\n")
+def slow_saves(run: Path, step: int) -> None:
+    """Have the journal tell that every save so far took longer than any grace."""
+    path = run / "journal.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    told.append({"kind": "saved", "time": 1.0, "step": step, "sequence": 1})
+    slow = [{**event, "seconds": 500.0} if event["kind"] == "saved" else event for event in told]
+    path.write_text("".join(json.dumps(event) + "\n" for event in slow))
 
 
 def test_a_save_that_cannot_end_within_the_grace_is_not_begun(config, untouched, tmp_path):
     stop = {"when": "evaluated", "step": 4, "do": "SIGTERM"}
     assert train(config, tmp_path, acts=(stop,)) == [75]
-    slow_save(tmp_path, 4)
+    slow_saves(tmp_path, 4)
     late = {"when": "forward", "step": 5, "do": "SIGTERM"}
     assert train(config, tmp_path, "--checkpoint.interval=5", acts=(late,)) == [75]
     assert steps(tmp_path) == [3, 4], "the one that is due at this step is held back too"
@@ -114,7 +116,7 @@ def test_a_save_that_cannot_end_within_the_grace_is_not_begun(config, untouched,
 
 
 def test_no_rank_begins_a_save_that_one_of_them_has_no_time_for(config, tmp_path):
-    slow_save(tmp_path, 0)
+    slow_saves(tmp_path, 0)
     acts = [{"when": "forward", "step": 2, "do": "SIGTERM", "rank": 1}]
     fresh = "--checkpoint.on_resume=fresh"
     assert train(config, tmp_path, fresh, size=2, acts=acts) == [75, 75]
@@ -128,7 +130,7 @@ def test_a_last_step_that_there_is_no_time_to_save_is_not_called_finished(config
     words = ("--evaluation.at_end=false", "--evaluation.interval=0", "--checkpoint.interval=0")
     stop = {"when": "forward", "step": 3, "do": "SIGTERM"}
     assert train(config, tmp_path, *words, acts=(stop,)) == [75]
-    slow_save(tmp_path, 3)
+    slow_saves(tmp_path, 3)
     late = {"when": "forward", "step": 10, "do": "SIGTERM"}
     assert train(config, tmp_path, *words, acts=(late,)) == [75]
     found = outcome(tmp_path)

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from keepstep.config.quantities import seconds
@@ -29,9 +29,10 @@ _CLOSE_SECONDS = 2.0
 """From the committed checkpoint to the end of the process: journal, outcome, process group."""
 _ASSUMED_BYTES_PER_SECOND = 100e6
 """What a rank is taken to write where no save was measured yet: a slow disk, a busy network."""
-_ASSUMED_SHARE_MAX = 0.25
-"""What is assumed never takes more of the time that is left: it would leave no room for steps."""
-_STEPS_KEPT, _SAVES_KEPT = 64, 8
+_UNMEASURED_SHARE_MAX = 0.5
+"""Until this session has measured a save, one is given no more of the time that is left: an
+assumption, or one slow save of an earlier session, could leave no time for steps for ever."""
+_STEPS_KEPT, SAVES_KEPT = 64, 8
 
 
 class Clock:
@@ -54,8 +55,9 @@ class Clock:
             self._add_slurm_end(os.environ[_SLURM_END])
         # How long it took from one agreement to the next, without saves; and what saves took.
         self._pieces: deque[float] = deque(maxlen=_STEPS_KEPT)
-        self._saves: deque[float] = deque(maxlen=_SAVES_KEPT)
+        self._saves: deque[float] = deque(maxlen=SAVES_KEPT)
         self._assumed_seconds = 0.0
+        self._save_max = math.inf
         self._looked: float | None = None
         self._in_first_step = False
         self._save_began = now()
@@ -73,10 +75,9 @@ class Clock:
             # Of a job that is over, in a shell that outlived it; or a clock is wrong.
             self.unheeded = f"{_SLURM_END} was {-left:,.0f} s ago by this machine's clock: unheeded"
 
-    def begin(self, last_save_seconds: float | None) -> None:
-        """Take over what the last save of an earlier session took, if that is known."""
-        if last_save_seconds is not None:
-            self._saves.append(last_save_seconds)
+    def begin(self, save_seconds: Sequence[float]) -> None:
+        """Take over what the last saves of earlier sessions took, the last one first."""
+        self._saves.extend(reversed(save_seconds))
 
     def rehearsed(self, rehearsal_seconds: float, *, bytes_of_a_rank: float) -> None:
         """Begin to count. Where no save was measured, one is assumed to take as long as this."""
@@ -85,7 +86,8 @@ class Clock:
         self._in_first_step = True
         assumed = rehearsal_seconds + bytes_of_a_rank / _ASSUMED_BYTES_PER_SECOND
         left = min(self._ends)[0] - self._now() if self._ends else math.inf
-        self._assumed_seconds = max(0.0, min(assumed, left * _ASSUMED_SHARE_MAX))
+        self._save_max = max(0.0, left * _UNMEASURED_SHARE_MAX)
+        self._assumed_seconds = assumed
 
     def look(self, *, saving: bool) -> None:
         """Ask for a stop where going on could leave no time to save; call it before an agreement.
@@ -111,7 +113,7 @@ class Clock:
 
     def reserve_seconds(self, *, saving: bool) -> float:
         """Return how long before the end a stop is asked for."""
-        save = max(self._saves, default=self._assumed_seconds)
+        save = min(max(self._saves, default=self._assumed_seconds), self._save_max)
         longest = max(self._pieces, default=0.0) + save * (1 + saving)
         return (1 + _SAFETY_SHARE) * longest + _CLOSE_SECONDS
 
@@ -127,6 +129,7 @@ class Clock:
     def save_ended(self, save_seconds: float) -> None:
         """Note that a save is over, and what it took."""
         self._saves.append(save_seconds)
+        self._save_max = math.inf
         # To wait for a save is no part of a step.
         self._looked = self._now()
 

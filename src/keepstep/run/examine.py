@@ -27,7 +27,7 @@ from keepstep.config.schema import Config
 from keepstep.config.surroundings import folder_fault
 from keepstep.distributed.launcher import find_place
 from keepstep.errors import KeepstepError
-from keepstep.run.clock import Clock
+from keepstep.run.clock import SAVES_KEPT, Clock
 from keepstep.run.journal import Journal
 from keepstep.run.stop import StopRequests
 from keepstep.store.catalog import checkpoints_in
@@ -308,10 +308,11 @@ def _time(config: Config) -> Check:
         clock = Clock(config, stop)
     except KeepstepError as error:
         return Check(name="time", state="fail", text=error.message, hint=error.hint)
-    took = Journal(run_folder(config) / JOURNAL_NAME, disk=Disk()).last_save_seconds()
+    journal = Journal(run_folder(config) / JOURNAL_NAME, disk=Disk())
+    took = journal.save_seconds(newest=SAVES_KEPT)
     clock.begin(took)
     parts = [f"the grace is {config.run.grace}"]
-    parts.append(f"the last save took {took:.1f} s" if took is not None else "no save was measured")
+    parts.append(f"the last save took {took[0]:.1f} s" if took else "no save was measured")
     parts += filter(None, [clock.unheeded, clock.end_text])
     late = clock.is_late(saving=False)
     hint = "There would be no time for a step: raise the limit." if late else clock.grace_warning

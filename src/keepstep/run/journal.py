@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ class Journal:
             return None
         return next((e["step"] for e in _backwards(self._path) if e["kind"] == "saved"), None)
 
-    def last_save_seconds(self) -> float | None:
-        """Return what the last save that was measured took, if the journal tells of one."""
+    def save_seconds(self, *, newest: int) -> list[float]:
+        """Return what the `newest` last saves took that were measured, the last one first."""
         if not self._path.exists():
-            return None
+            return []
         timed = (e for e in _backwards(self._path) if e["kind"] == "saved" and "seconds" in e)
-        return next((float(event["seconds"]) for event in timed), None)
+        return [float(event["seconds"]) for event in islice(timed, newest)]
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event; it is in the kernel's hands when this returns."""

@@ -29,7 +29,7 @@ from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
 from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.optim.schedule import build_schedule
-from keepstep.run.clock import Clock
+from keepstep.run.clock import SAVES_KEPT, Clock
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
 from keepstep.run.journal import Journal, SilentJournal
@@ -143,7 +143,9 @@ class Run:
         """Make the folder this session's own: the identity is known to be right."""
         first(self.group.ranks, "begin", self._begin_folder)
         self.begun = True
-        self.clock.begin(first(self.group.ranks, "clock", self.journal.last_save_seconds))
+        self.clock.begin(
+            first(self.group.ranks, "clock", partial(self.journal.save_seconds, newest=SAVES_KEPT))
+        )
 
     def _begin_folder(self) -> None:
         sweep(self.folder, self.disk, partial(tell_of_store, self))

@@ -100,22 +100,34 @@ def test_a_save_is_no_part_of_a_step():
 def test_what_an_earlier_session_measured_counts_until_there_is_more():
     now, stop = Now(), StopRequests()
     clock = clock_of(now, stop=stop, limit="1000s")
-    clock.begin(100.0)
+    clock.begin([50.0, 100.0, 70.0])
     clock.rehearsed(1.0, bytes_of_a_rank=1e9)
     assert clock.reserve_seconds(saving=False) == 1.25 * 100 + 2
     assert "a save takes 100.0 s" in clock.end_text
 
 
+def test_one_slow_save_of_an_earlier_session_leaves_time_to_measure_another():
+    now, stop = Now(), StopRequests()
+    clock = clock_of(now, stop=stop, limit="1000s")
+    clock.begin([5000.0, 10.0])
+    clock.rehearsed(1.0, bytes_of_a_rank=1e9)
+    left = min(clock._ends)[0] - now.seconds
+    assert clock.reserve_seconds(saving=False) == pytest.approx(1.25 * left / 2 + 2)
+    for _ in range(8):
+        save(clock, now, 10.0)
+    assert clock.reserve_seconds(saving=False) == 1.25 * 10 + 2
+
+
 def test_what_is_assumed_is_said_and_never_takes_the_time_of_the_steps():
     now, stop = Now(), StopRequests()
     clock = clock_of(now, stop=stop, limit="1000s")
-    clock.begin(None)
+    clock.begin([])
     clock.rehearsed(2.0, bytes_of_a_rank=5e9)
     assert clock.reserve_seconds(saving=False) == 1.25 * 52 + 2
     assert "a save is assumed to take 52.0 s until one is measured" in clock.end_text
     clock.rehearsed(2.0, bytes_of_a_rank=1e15)
     left = min(clock._ends)[0] - now.seconds
-    assert clock.reserve_seconds(saving=False) == pytest.approx(1.25 * left / 4 + 2)
+    assert clock.reserve_seconds(saving=False) == pytest.approx(1.25 * left / 2 + 2)
     save(clock, now, 3.0)
     assert clock.reserve_seconds(saving=False) == 1.25 * 3 + 2
 

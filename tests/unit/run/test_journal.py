@@ -104,11 +104,11 @@ def test_the_journal_knows_its_last_save(tmp_path):
     assert written(tmp_path).tells_of_a_save() == 6
 
 
-def test_the_last_measured_save_is_found_from_the_end_whatever_stands_behind_it(tmp_path):
+def test_the_last_measured_saves_are_found_from_the_end_whatever_stands_behind_it(tmp_path):
     journal = Journal(tmp_path / "j", disk=Disk())
-    assert journal.last_save_seconds() is None
+    assert journal.save_seconds(newest=8) == []
     written(tmp_path)
-    assert journal.last_save_seconds() is None
+    assert journal.save_seconds(newest=8) == []
     journal.write("saved", step=6, seconds=1.0)
     journal.write("saved", step=7, seconds=2.5)
     journal.write("saved", step=8)
@@ -121,5 +121,6 @@ def test_the_last_measured_save_is_found_from_the_end_whatever_stands_behind_it(
         rest = b'"}\n{"kind": "saved", "seco'
         fill = 2 * (1 << 20) - (len(told) - edge) - len(behind) - len(rest)
         (tmp_path / "j").write_bytes(told + behind + b"x" * fill + rest)
-        assert journal.last_save_seconds() == 2.5
+        assert journal.save_seconds(newest=2) == [2.5, 1.0]
+        assert journal.save_seconds(newest=1) == [2.5]
         assert journal.tells_of_a_save() == 8
