@@ -146,6 +146,12 @@ class Clock:
         return f"no save was begun: it could not end within the grace of {self._grace}{took}"
 
     @property
+    def notices(self) -> list[tuple[str, str]]:
+        """Return what a session has to tell of time when it begins, each with its subject."""
+        told = [("time", self.unheeded), ("time", self.end_text), ("grace", self.grace_warning)]
+        return [(word, text) for word, text in told if text]
+
+    @property
     def end_text(self) -> str:
         """Say when the run will stop, and what that follows from; empty where it has no end."""
         if not self._ends:

@@ -79,7 +79,8 @@ def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
     if save is FinalSave.MADE:
         run.save(state, metrics=run.metrics)
     elif save is FinalSave.NO_TIME:
-        reason = f"{run.stop.reason}; {run.clock.no_time}"
+        # A signal to another rank alone may have come after the last agreement on a stop.
+        reason = "; ".join(filter(None, [outcome.reason or run.stop.reason, run.clock.no_time]))
         outcome = replace(outcome, ending=Ending.STOPPED, reason=reason)
     run.collect()
     final = run.outcome(outcome.ending, reason=outcome.reason)

@@ -208,16 +208,8 @@ class Run:
             self.notice("store", f"{room.folder}: {wanted}: make room")
         share = room.checkpoint_bytes / (1 if config.layout == "files" else self.group.world_size)
         self.clock.rehearsed(time.monotonic() - started, bytes_of_a_rank=share)
-        self._tell_of_time()
-
-    def _tell_of_time(self) -> None:
-        for word, text in (
-            ("time", self.clock.unheeded),
-            ("time", self.clock.end_text),
-            ("grace", self.clock.grace_warning),
-        ):
-            if text:
-                self.notice(word, text)
+        for word, text in self.clock.notices:
+            self.notice(word, text)
 
     def _captured(self, state: TrainingState) -> dict[str, Any]:
         """Return what is saved: the state, and that of the hooks of the first rank."""
