@@ -5,7 +5,8 @@ build, start, forward, evaluating, step, evaluated, snapshot, committed, end, ex
 itself ends); `step` is the step that is
 being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
 GROUP_SIGTERM goes to the group), or one of nan, nan_loss, raise, exit, unhealthy, stop,
-save. With `rank` only that rank acts.
+save, late (takes until the run's time is nearly over), due (until a save is due by the clock).
+With `rank` only that rank acts.
 """
 
 import atexit
@@ -116,6 +117,12 @@ def _do(run: Any, what: str) -> None:
             run.request_save()
         case "nan" | "nan_loss":
             return
+        case "late":
+            while not run.clock.is_late(saving=False):
+                threading.Event().wait(0.02)
+        case "due":
+            while not run.clock.save_is_due:
+                threading.Event().wait(0.02)
         case signals:
             for name in signals.split("+"):
                 if name == "PAUSE":

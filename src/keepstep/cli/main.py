@@ -27,6 +27,8 @@ commands
   ckpt pin|unpin|prune RUN ...             say which stay; delete the others
   ckpt export|import ...                   to and from Hugging Face, DCP, .pth and safetensors
   config show|check CONFIG [overrides]     show a config as it resolves; list everything wrong
+  slurm CONFIG [options] [overrides]       print a batch script that stops in time and requeues
+  doctor [CONFIG | RUN]                    could a run begin and end well on this machine?
   language prepare|generate ...            make token files from text; write text with a model
 
 `keepstep COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 usage or config, 3 damaged,
@@ -71,6 +73,8 @@ def _run(words: list[str]) -> int:
         "train": _train,
         "ckpt": _ckpt,
         "config": _config,
+        "slurm": _slurm,
+        "doctor": _doctor,
         "language": _language,
     }
     if name not in commands:
@@ -88,7 +92,7 @@ def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> in
     lines = [text, *getattr(error, "__notes__", [])]
     with contextlib.suppress(BrokenPipeError):
         print("error:", "\n".join(lines), file=sys.stderr)
-        if "--json" in words and words[0] in ("ckpt", "config"):
+        if "--json" in words and words[0] in ("ckpt", "config", "doctor"):
             print(json.dumps({"error": "\n".join(lines), "code": code}, indent=2), flush=True)
     return code
 
@@ -109,6 +113,18 @@ def _config() -> Callable[[Sequence[str]], int]:
     from keepstep.cli.config import run_config
 
     return run_config
+
+
+def _slurm() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.slurm import run_slurm
+
+    return run_slurm
+
+
+def _doctor() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.doctor import run_doctor
+
+    return run_doctor
 
 
 def _language() -> Callable[[Sequence[str]], int]:

@@ -183,9 +183,6 @@ def _remote(config: Config) -> _Found:
         )
     if remote and config.checkpoint.layout == "files":
         yield "checkpoint.remote", "needs checkpoint.layout = 'folders'"
-    if not 0 < seconds(config.checkpoint.remote_timeout) <= _YEAR_SECONDS:
-        wrong = config.checkpoint.remote_timeout
-        yield "checkpoint.remote_timeout", f"must be more than 0 and at most a year, not {wrong!r}"
 
 
 def _names(config: Config) -> _Found:
@@ -199,8 +196,14 @@ def _names(config: Config) -> _Found:
     for path, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if not folder.isprintable():
             yield path, f"must be the name of a folder, not {folder!r}"
-    if not 0 < seconds(config.run.grace) <= _YEAR_SECONDS:
-        yield "run.grace", f"must be more than 0 and at most a year, not {config.run.grace!r}"
+    for path, duration in (
+        ("run.grace", config.run.grace),
+        ("run.time_limit", config.run.time_limit),
+        ("checkpoint.interval_time", config.checkpoint.interval_time),
+        ("checkpoint.remote_timeout", config.checkpoint.remote_timeout),
+    ):
+        if duration and not 0 < seconds(duration) <= _YEAR_SECONDS:
+            yield path, f"must be more than 0 and at most a year, not {duration!r}"
 
 
 def _hooks(config: Config) -> _Found:

@@ -27,6 +27,7 @@ def _as_text(given: Any) -> Any:
 
 
 Duration = Annotated[str, AfterValidator(_checked)]
+DurationOrNone = Annotated[str, AfterValidator(lambda text: text and _checked(text))]
 StepOrWord = Annotated[str, BeforeValidator(_as_text)]
 
 

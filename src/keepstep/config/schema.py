@@ -9,7 +9,7 @@ Cross-checks between fields live in ``checks.py``. A task adds its sections by s
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keepstep.config.quantities import Duration, StepOrWord
+from keepstep.config.quantities import Duration, DurationOrNone, StepOrWord
 
 MUST_MATCH = "must_match"
 SCHEDULE_FREE = "schedulefree_adamw"
@@ -33,6 +33,10 @@ class RunConfig:
     """Seed of every random number: initial weights, data order, dropout."""
     grace: Duration = "180s"
     """Time between the first signal and the moment the process leaves whatever it is doing."""
+    time_limit: DurationOrNone = ""
+    """Time from the start of the command after which it has saved and stopped; empty: none."""
+    slurm_end_time: bool = True
+    """Stop before the end of the Slurm job too, where SLURM_JOB_END_TIME tells of it."""
     hooks: tuple[str, ...] = ()
     """Hooks to call during the run, each as `module:Class`."""
 
@@ -148,7 +152,9 @@ class CheckpointConfig:
     layout: Literal["folders", "files"] = "folders"
     """files: one `.pth` a checkpoint, beside `latest.pth` and `best.pth`; ranks gather it whole."""
     interval: int = 100
-    """Steps between scheduled saves; 0 saves only at the end."""
+    """Steps between scheduled saves; 0 makes none by the number of steps."""
+    interval_time: DurationOrNone = ""
+    """Time after which a save is due, at the next step, whatever its number; empty: none."""
     keep_last_n: int = 2
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best_n: int = 1

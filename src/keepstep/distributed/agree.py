@@ -30,11 +30,13 @@ class StepFacts:
     nonfinite: bool = False
     """The loss or the gradient norm is not finite (on any rank)."""
     stop: bool = False
-    """A stop was asked for, by a signal or a hook (on any rank)."""
+    """A stop was asked for, by a signal, a hook or the clock (on any rank)."""
     save: bool = False
-    """A hook asked for a save (on any rank)."""
+    """A hook asked for a save, or one is due by the clock (on any rank)."""
     busy: bool = False
     """A save is still being written (on any rank)."""
+    late: bool = False
+    """A save could not end within the grace (on any rank)."""
     loss: float = 0.0
     """The loss of this rank's part of the batch; afterwards the mean over all ranks."""
 
@@ -43,13 +45,14 @@ def agree(group: "Group", facts: StepFacts) -> StepFacts:
     """Return the facts that hold on any rank, and the mean of the losses."""
     if group.world_size == 1:
         return facts
-    sums = group.sum([facts.nonfinite, facts.stop, facts.save, facts.busy, facts.loss])
+    sums = group.sum([facts.nonfinite, facts.stop, facts.save, facts.busy, facts.late, facts.loss])
     return StepFacts(
         nonfinite=sums[0] > 0,
         stop=sums[1] > 0,
         save=sums[2] > 0,
         busy=sums[3] > 0,
-        loss=sums[4] / group.world_size,
+        late=sums[4] > 0,
+        loss=sums[5] / group.world_size,
     )
 
 

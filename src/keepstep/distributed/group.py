@@ -1,8 +1,8 @@
 """The ranks of a run: who they are, how they talk, and how they part.
 
 Guarantees:
-1. The launcher's environment (torchrun's variables) says which rank this is; a world that the
-   config does not fit is refused before any model exists.
+1. The launcher's environment says which rank this is (`launcher.py`); a world that the config does
+   not fit is refused before any model exists.
 2. Agreements have a gloo group of their own: a training collective never waits behind one.
 3. The group is left after the health of the others is settled, and after the run has let go of
    its model and optimizer (`Run.let_go`), which hold it.
@@ -20,8 +20,8 @@ from keepstep.config.quantities import seconds
 from keepstep.config.schema import DistributedConfig
 from keepstep.distributed.agree import TorchRanks
 from keepstep.distributed.health import Health, NoHealth
+from keepstep.distributed.launcher import find_place
 from keepstep.distributed.rendezvous import COLLECTIVE_DEADLINE, Rendezvous
-from keepstep.errors import UsageError
 from keepstep.store.ranks import OneRank, Ranks
 
 
@@ -63,8 +63,8 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     ``device``: the config's `train.device`. UsageError where the launcher's variables make no
     sense, Unhealthy where the others do not come.
     """
-    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    local_rank = _number("LOCAL_RANK", 0)
+    place = find_place()
+    rank, size, local_rank, host = place.rank, place.size, place.local_rank, place.host
     if size == 1:
         yield Group(rank=0, world_size=1, local_rank=local_rank)
         return
@@ -75,10 +75,10 @@ def open_group(config: DistributedConfig, *, device: str) -> Iterator[Group]:
     if cuda:
         torch.cuda.set_device(local_rank)
     backend = "nccl" if cuda else "gloo"
-    host = os.environ.get("MASTER_ADDR", "localhost")
     rendezvous = Rendezvous(
         host=host,
-        port=_number("MASTER_PORT", 29500),
+        port=place.port,
+        attempt=place.attempt,
         rank=rank,
         size=size,
         holds_store=rank == 0 and not _launcher_holds_store(),
@@ -144,12 +144,3 @@ def join_ranks(*, meet_seconds: float = 30.0) -> TorchRanks:
 
 def _launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    if not text.isdecimal():
-        raise UsageError(f"the environment variable {name} is {text!r}, not a whole number")
-    return int(text)

@@ -11,7 +11,6 @@ a name.
 """
 
 import json
-import os
 import queue
 import socket
 import threading
@@ -34,11 +33,13 @@ _FATE = "fate"
 class Rendezvous:
     """Where the ranks meet, which of them this is, and how long it waits for the others.
 
+    ``attempt``: the start of this very group, among those that meet at one address.
     ``holds_store``: whether this process holds the store, and not another rank or a launcher.
     """
 
     host: str
     port: int
+    attempt: str
     rank: int
     size: int
     holds_store: bool
@@ -106,8 +107,7 @@ class Rendezvous:
         store = TCPStore(
             self.host, self.port, is_master=holds_store, wait_for_workers=False, timeout=timeout
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"keepstep/{attempt}", store)
+        return PrefixStore(f"keepstep/{self.attempt}", store)
 
     def _hear(self, store: Any, left: timedelta) -> None:
         """Return when all are there; raise, on each that came, where the first gave up waiting."""

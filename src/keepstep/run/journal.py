@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,14 @@ class Journal:
         """Return the step of the last save that the journal tells of, if there is one."""
         if not self._path.exists():
             return None
-        saved = [event["step"] for event in read_journal(self._path) if event["kind"] == "saved"]
-        return saved[-1] if saved else None
+        return next((e["step"] for e in _backwards(self._path) if e["kind"] == "saved"), None)
+
+    def save_seconds(self, *, newest: int) -> list[float]:
+        """Return what the `newest` last saves took that were measured, the last one first."""
+        if not self._path.exists():
+            return []
+        timed = (e for e in _backwards(self._path) if e["kind"] == "saved" and "seconds" in e)
+        return [float(event["seconds"]) for event in islice(timed, newest)]
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event; it is in the kernel's hands when this returns."""
@@ -116,6 +123,23 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
             event = _parsed(line)
             if event is not None:
                 yield event
+
+
+def _backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a journal, the last one first, without reading more than is asked for."""
+    with opened(path) as file:
+        position, tail = file.seek(0, os.SEEK_END), b""
+        while position > 0:
+            count = min(_BLOCK_BYTES, position)
+            position -= count
+            file.seek(position)
+            lines = (file.read(count) + tail).splitlines(keepends=True)
+            # The first one may begin further up.
+            tail = lines.pop(0) if position > 0 else b""
+            for line in reversed(lines):
+                event = _parsed(line)
+                if event is not None:
+                    yield event
 
 
 def _split_behind(path: Path, step: int) -> tuple[int, bytes]:

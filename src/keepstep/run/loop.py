@@ -6,10 +6,11 @@ a step that was skipped moves to the next applied step, and so does an evaluatio
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from keepstep.distributed.agree import StepFacts, agree
-from keepstep.run.outcome import Ending, Outcome, decides_to_save
+from keepstep.run.outcome import Ending, FinalSave, Outcome, decides_to_save
 from keepstep.run.policy import SaveDue, evaluation_due, save_due
 from keepstep.run.run import Run
 from keepstep.run.step import StepResult, autocast, take_step
@@ -49,8 +50,10 @@ def _advance(
         return run.outcome(Ending.DIVERGED, reason=_how_it_diverged(result, state))
     if result.agreed.stop:
         _hear_the_reason(run)
-        grace = f"{run.stop.reason} (grace {run.stop.grace_seconds:g} s)"
-        run.notice("stop", f"{grace}: finishing step {counters.step:,}")
+        told = run.stop.reason
+        if told.startswith("SIG"):
+            told += f" (grace {run.stop.grace_seconds:g} s)"
+        run.notice("stop", f"{told}: finishing step {counters.step:,}")
     stop = _evaluate_and_save(task, result, state, run) or result.agreed.stop
     if counters.step < run.config.train.max_steps:
         return run.outcome(Ending.STOPPED, reason=run.stop.reason) if stop else None
@@ -62,15 +65,24 @@ def _advance(
 
 
 def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
-    """Leave what `outcome` calls for: the one place where an ending writes a checkpoint."""
+    """Leave what `outcome` calls for: the one place where an ending writes a checkpoint.
+
+    An ending that calls for one and has no time for it is a stop: the same command continues.
+    """
+    late = agree(run.group, StepFacts(late=not run.clock.save_fits)).late
     save = decides_to_save(
         outcome.ending,
         step=state.counters.step,
         saved_step=run.saved_step,
         save_after_skipped_end=run.config.checkpoint.save_after_skipped_end,
+        fits=not late,
     )
-    if save:
+    if save is FinalSave.MADE:
         run.save(state, metrics=run.metrics)
+    elif save is FinalSave.NO_TIME:
+        # A signal to another rank alone may have come after the last agreement on a stop.
+        reason = "; ".join(filter(None, [outcome.reason or run.stop.reason, run.clock.no_time]))
+        outcome = replace(outcome, ending=Ending.STOPPED, reason=reason)
     run.collect()
     final = run.outcome(outcome.ending, reason=outcome.reason)
     # A hook that fails there on one rank, or a rank that is lost there, is the ending of all.
@@ -157,13 +169,15 @@ def _evaluate_and_save(task: "Task", result: StepResult, state: TrainingState, r
         # Whether these are the best depends on what became of the save before.
         run.collect()
         is_best = run.store.would_be_best(metrics)
-    if counters.save_owed != SaveDue.NO or is_best:
+    # Where the run stops here, the save is the last one, and `settle` makes it.
+    if (counters.save_owed != SaveDue.NO or is_best) and not result.agreed.stop:
         run.save(state, metrics=run.metrics)
     return _stop_agreed(run)
 
 
 def _stop_agreed(run: Run) -> bool:
     """Agree on whether to stop."""
+    run.clock.look(saving=run.store.is_saving)
     stop = agree(run.group, StepFacts(stop=run.stop.requested)).stop
     if stop:
         _hear_the_reason(run)

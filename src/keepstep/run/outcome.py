@@ -58,22 +58,39 @@ class Outcome:
         return data
 
 
+class FinalSave(StrEnum):
+    """Whether an ending writes a checkpoint, or would, and there is no time for it."""
+
+    MADE = "made"
+    NOT_WANTED = "not wanted"
+    NO_TIME = "no time"
+
+
 def decides_to_save(
-    ending: Ending, *, step: int, saved_step: int | None, save_after_skipped_end: bool
-) -> bool:
+    ending: Ending,
+    *,
+    step: int,
+    saved_step: int | None,
+    save_after_skipped_end: bool,
+    fits: bool,
+) -> FinalSave:
     """Decide whether an ending at `step` writes a checkpoint; `saved_step` is the newest one.
 
     A step that is saved already is never saved twice. Step 0 is made again from the seed.
+    ``fits``: whether a save may end within the grace; one that cannot is not begun.
     """
     if saved_step == step or step == 0:
-        return False
+        return FinalSave.NOT_WANTED
     match ending:
         case Ending.FINISHED | Ending.STOPPED:
-            return True
+            wanted = True
         case Ending.FINISHED_SKIPPED:
-            return save_after_skipped_end
+            wanted = save_after_skipped_end
         case Ending.NOTHING_TO_DO | Ending.DIVERGED | Ending.UNHEALTHY | Ending.FAILED:
-            return False
+            wanted = False
+    if not wanted:
+        return FinalSave.NOT_WANTED
+    return FinalSave.MADE if fits else FinalSave.NO_TIME
 
 
 def ending_of(error: BaseException) -> tuple[Ending, int]:

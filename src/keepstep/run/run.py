@@ -29,6 +29,7 @@ from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
 from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
 from keepstep.optim.schedule import build_schedule
+from keepstep.run.clock import SAVES_KEPT, Clock
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
 from keepstep.run.hooks import Hooks, load_hooks
 from keepstep.run.journal import Journal, SilentJournal
@@ -62,6 +63,7 @@ class Run:
     ) -> None:
         self.config = config
         self.stop = stop
+        self.clock = Clock(config, stop)
         self.group = group
         self.folder = run_folder(config)
         self.device = choose_device(config.train.device, group)
@@ -141,6 +143,9 @@ class Run:
         """Make the folder this session's own: the identity is known to be right."""
         first(self.group.ranks, "begin", self._begin_folder)
         self.begun = True
+        self.clock.begin(
+            first(self.group.ranks, "clock", partial(self.journal.save_seconds, newest=SAVES_KEPT))
+        )
 
     def _begin_folder(self) -> None:
         sweep(self.folder, self.disk, partial(tell_of_store, self))
@@ -162,6 +167,7 @@ class Run:
         self.group.health.phase = f"the save of step {counters.step}"
         self.save_requested = False
         self.journal.sync()
+        self.clock.save_begins()
         saved = self.store.save(
             self._captured(state),
             step=counters.step,
@@ -181,6 +187,7 @@ class Run:
     def rehearse(self, state: TrainingState) -> None:
         """Rehearse a save before the first step of a session; CannotSave says what is wrong."""
         self.group.health.phase = "the rehearsal of a save"
+        started = time.monotonic()
         room = self.store.rehearse(
             self._captured(state),
             bytes_to_come=state.optimizer.bytes_to_come(),
@@ -201,6 +208,10 @@ class Run:
         if room.fits < room.wanted:
             wanted = f"up to {room.wanted:,} more will stand at once, and only {room.fits:,} fit"
             self.notice("store", f"{room.folder}: {wanted}: make room")
+        share = room.checkpoint_bytes / (1 if config.layout == "files" else self.group.world_size)
+        self.clock.rehearsed(time.monotonic() - started, bytes_of_a_rank=share)
+        for word, text in self.clock.notices:
+            self.notice(word, text)
 
     def _captured(self, state: TrainingState) -> dict[str, Any]:
         """Return what is saved: the state, and that of the hooks of the first rank."""
@@ -217,9 +228,17 @@ class Run:
         if saved is None or not saved.new:
             return
         manifest = saved.manifest
+        warned = self.clock.grace_warning
+        self.clock.save_ended(saved.seconds)
         self.journal.write(
-            "saved", step=manifest.step, sequence=manifest.sequence, path=saved.path.name
+            "saved",
+            step=manifest.step,
+            sequence=manifest.sequence,
+            path=saved.path.name,
+            seconds=round(saved.seconds, 3),
         )
+        if self.clock.grace_warning and not warned:
+            self.notice("grace", self.clock.grace_warning)
         self.hooks.call("on_committed", self, saved.path, manifest)
 
     def outcome(self, ending: Ending, *, reason: str = "", code: int = -1) -> Outcome:

@@ -50,12 +50,13 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
     norm_tensor = whole(get_total_norm(gradients))
     # One transfer for both numbers: on a GPU each of its own would wait for the device.
     loss, norm = torch.stack([loss_sum.float(), norm_tensor.float()]).tolist()
+    run.clock.look(saving=run.store.is_saving)
     agreed = agree(
         run.group,
         StepFacts(
             nonfinite=not (math.isfinite(loss) and math.isfinite(norm)),
             stop=run.stop.requested,
-            save=run.save_requested,
+            save=run.save_requested or run.clock.save_is_due,
             busy=run.store.is_busy(),
             loss=loss,
         ),

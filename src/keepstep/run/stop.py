@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from keepstep.distributed.launcher import in_srun_task
 from keepstep.run.watchdog import Watchdog
 
 GRACE_SECONDS_UNTIL_CONFIGURED = 180.0
@@ -51,6 +52,11 @@ class StopRequests:
     def grace_seconds(self) -> float:
         """Seconds from the first signal to the end of the process, whatever it is doing then."""
         return self._grace_seconds
+
+    @property
+    def grace_left_seconds(self) -> float | None:
+        """Seconds until the process is ended; None where no signal came."""
+        return self._watchdog.seconds_left if self._watchdog is not None else None
 
     def set_grace(self, seconds: float) -> None:
         """Make the deadline `seconds` after the first signal, also when one came already."""
@@ -123,8 +129,10 @@ def _stop_signals() -> list[signal.Signals]:
 
 def _launcher_repeat_seconds() -> float:
     # On Ctrl-C torchrun forwards to its workers the signal that the terminal has already sent
-    # them; without this the copy would count as the second signal and cut the save off.
-    return _LAUNCHER_REPEATS_WITHIN_SECONDS if _started_by_torchrun() else 0.0
+    # them, and so does srun with what Slurm has sent its tasks; without this the copy would count
+    # as the second signal and cut the save off.
+    launched = _started_by_torchrun() or in_srun_task()
+    return _LAUNCHER_REPEATS_WITHIN_SECONDS if launched else 0.0
 
 
 def _started_by_torchrun() -> bool:

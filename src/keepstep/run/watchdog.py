@@ -48,6 +48,12 @@ class Watchdog(threading.Thread):
         """Change the grace time; `run` looks at it anew at least once a second."""
         self._grace_seconds = seconds
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds of the grace that are left; None before the first signal."""
+        first = self._first
+        return None if first is None else first[1] + self._grace_seconds - time.monotonic()
+
     def end(self, writer: socket.socket) -> None:
         """End the thread; no deadline is enforced afterwards."""
         writer.setblocking(True)

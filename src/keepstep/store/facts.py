@@ -13,7 +13,10 @@ from keepstep.store.manifest import Best, Facts, Manifest
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A committed checkpoint; `new` is False where it was there already, from this very state."""
+    """A committed checkpoint; `new` is False where it was there already, from this very state.
+
+    `seconds`: from the call until all was done, in the remote too.
+    """
 
     path: Path
     manifest: Manifest

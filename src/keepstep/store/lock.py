@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from keepstep.errors import Locked
+from keepstep.store.regular import opened
 
+_FLOCK = "hhqqi"
+"""The C struct of a record lock, on machines of 64 bits."""
 _held: set[Path] = set()
 
 
@@ -94,6 +98,19 @@ class FolderLock:
         self.release()
 
 
+def who_holds(path: Path) -> str:
+    """Return who holds the lock of that name, in words, or nothing; nobody is kept from it."""
+    if path.resolve() in _held:
+        return _who({"pid": os.getpid(), "host": socket.gethostname()})
+    if not path.exists():
+        return ""
+    with opened(path) as file:
+        # type, whence, start, length (0: all of it), process.
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        found = struct.unpack(_FLOCK, fcntl.fcntl(file.fileno(), fcntl.F_GETLK, asked))
+        return "" if found[0] == fcntl.F_UNLCK else _who(_read_holder(file.fileno()))
+
+
 def _read_holder(descriptor: int) -> dict[str, Any]:
     try:
         words = json.loads(os.pread(descriptor, 65536, 0))
@@ -103,9 +120,12 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
 
 
 def _locked(path: Path, holder: dict[str, Any]) -> Locked:
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-    since = f" since {holder['since']}" if "since" in holder else ""
     return Locked(
-        f"{path.parent} is held by another session: {who}{since}",
+        f"{path.parent} is held by another session: {_who(holder)}",
         hint="Wait for it to end or stop it; a session that was killed does not hold the lock.",
     )
+
+
+def _who(holder: dict[str, Any]) -> str:
+    since = f" since {holder['since']}" if "since" in holder else ""
+    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{since}"

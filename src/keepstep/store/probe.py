@@ -10,14 +10,16 @@ is so, `checkpoint.commit_method = "manifest-last"` says it.
 
 import errno
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from keepstep.errors import CannotSave
 from keepstep.store.disk import Disk
 from keepstep.store.layout import probe_name
-from keepstep.store.methods import CommitMethod, Methods
+from keepstep.store.methods import CommitMethod, Methods, refuses_links
 
 _REFUSALS = frozenset(
     {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EMFILE}
@@ -52,6 +54,48 @@ def probe(
         on_event("housekeeping_failed", error=str(error))
     if disk.methods != Methods():
         on_event("methods", methods=str(disk.methods), why=_why(disk.methods, wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What a folder's file system can do, and how far its clock is from this machine's."""
+
+    methods: Methods
+    hard_links: bool
+    skew_seconds: float
+
+
+def try_out(folder: Path, wanted: Literal["auto", "file"] | CommitMethod) -> Tried:
+    """Try what a session would try, and leave nothing; CannotSave where no save is safe there."""
+    disk = Disk()
+    place = folder / probe_name()
+    disk.make_folder(place)
+    try:
+        methods = _try(place, disk, wanted)
+        before, file = time.time(), place / "file"
+        disk.close(disk.create(file), file)
+        made, after = file.stat().st_mtime, time.time()
+        tried = Tried(
+            methods=methods,
+            hard_links=_has_hard_links(file, disk),
+            skew_seconds=made - min(max(made, before), after),
+        )
+    # Also where a person interrupts it: no session may ever come to sweep this place.
+    except BaseException as error:
+        disk.discard(place, because=error)
+        raise
+    disk.remove_tree(place)
+    return tried
+
+
+def _has_hard_links(file: Path, disk: Disk) -> bool:
+    try:
+        disk.link(file, file.with_name("hard"))
+    except OSError as error:
+        if not refuses_links(error):
+            raise
+        return False
+    return True
 
 
 def _why(methods: Methods, wanted: str) -> str:

@@ -118,7 +118,7 @@ def rehearse(
         linked = sum(one["linked"] for one in told) if has_links else 0
         size = max(_FILE_BYTES, max(one["bytes"] for one in told) - linked)
         copies = _copies(folder, judged=judged) if files and not has_links else 0
-        room = _look(folder, size, wanted=policy.at_once(judged=judged), copies=copies)
+        room = look_at_room(folder, size, wanted=policy.at_once(judged=judged), copies=copies)
         if begun:
             hint = f"Make room, then run the same command to continue.\n{room_by_prune(folder)}"
             room.require(1, hint=hint)
@@ -224,7 +224,7 @@ def _copies(folder: Path, *, judged: bool) -> int:
     return 1 + sum(not (folder / name).exists() for name in names)
 
 
-def _look(folder: Path, size: int, *, wanted: int, copies: int) -> Room:
+def look_at_room(folder: Path, size: int, *, wanted: int, copies: int) -> Room:
     """Return what is free, and how many more must fit: of one that stands there is one less.
 
     ``wanted``: how many stand at once at the most; 0 where there is no limit.

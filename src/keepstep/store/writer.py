@@ -13,6 +13,7 @@ Without 3 the digests of one rank could be answered by the gradient norm of anot
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,7 +227,7 @@ class Writer:
         if self._remote is not None:
             self._remote.put(self._folder, manifest.step, ranks=ranks, halt=halt, tell=tell)
             first(ranks, "remote: tidy", lambda: self._tidy_remote(halt, tell))
-        return saved
+        return replace(saved, seconds=time.monotonic() - started)
 
     def _tidy(self, tell: Callable[..., None]) -> None:
         """Do what follows a commit; what the disk refuses is told and makes no save a failure."""

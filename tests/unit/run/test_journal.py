@@ -102,3 +102,25 @@ def test_what_follows_a_torn_line_is_a_line_of_its_own(tmp_path):
 def test_the_journal_knows_its_last_save(tmp_path):
     assert Journal(tmp_path / "none", disk=Disk()).tells_of_a_save() is None
     assert written(tmp_path).tells_of_a_save() == 6
+
+
+def test_the_last_measured_saves_are_found_from_the_end_whatever_stands_behind_it(tmp_path):
+    journal = Journal(tmp_path / "j", disk=Disk())
+    assert journal.save_seconds(newest=8) == []
+    written(tmp_path)
+    assert journal.save_seconds(newest=8) == []
+    journal.write("saved", step=6, seconds=1.0)
+    journal.write("saved", step=7, seconds=2.5)
+    journal.write("saved", step=8)
+    journal.close()
+    told = (tmp_path / "j").read_bytes()
+    # Read in blocks of a mebibyte: wherever their edge falls, the line is found.
+    start = told.rindex(b"\n", 0, told.index(b"2.5")) + 1
+    for edge in (start - 1, start, start + 1, told.index(b"2.5"), told.index(b"2.5") + 3):
+        behind = b'{"kind": "step", "step": 9}\n{"kind": "step", "step": 10, "padding": "'
+        rest = b'"}\n{"kind": "saved", "seco'
+        fill = 2 * (1 << 20) - (len(told) - edge) - len(behind) - len(rest)
+        (tmp_path / "j").write_bytes(told + behind + b"x" * fill + rest)
+        assert journal.save_seconds(newest=2) == [2.5, 1.0]
+        assert journal.save_seconds(newest=1) == [2.5]
+        assert journal.tells_of_a_save() == 8

@@ -5,16 +5,25 @@ import itertools
 import pytest
 
 from keepstep.errors import CheckpointDamaged, Diverged, Locked, SaveFailed, Unhealthy
-from keepstep.run.outcome import EXIT_CODES, Ending, Outcome, decides_to_save, ending_of
+from keepstep.run.outcome import (
+    EXIT_CODES,
+    Ending,
+    FinalSave,
+    Outcome,
+    decides_to_save,
+    ending_of,
+)
 
 STEPS = (0, 1, 10)
 SAVED = (None, 0, 1, 9, 10)
 
 
 @pytest.mark.parametrize("ending", Ending)
-def test_every_combination_of_ending_step_saved_step_and_wish(ending):
-    for step, saved, wish in itertools.product(STEPS, SAVED, (False, True)):
-        found = decides_to_save(ending, step=step, saved_step=saved, save_after_skipped_end=wish)
+def test_every_combination_of_ending_step_saved_step_wish_and_time(ending):
+    for step, saved, wish, fits in itertools.product(STEPS, SAVED, (False, True), (False, True)):
+        found = decides_to_save(
+            ending, step=step, saved_step=saved, save_after_skipped_end=wish, fits=fits
+        )
         wanted = {
             Ending.FINISHED: True,
             Ending.STOPPED: True,
@@ -24,7 +33,9 @@ def test_every_combination_of_ending_step_saved_step_and_wish(ending):
             Ending.UNHEALTHY: False,
             Ending.FAILED: False,
         }[ending]
-        assert found == (wanted and saved != step and step > 0), (step, saved, wish)
+        made = FinalSave.MADE if fits else FinalSave.NO_TIME
+        calls_for_one = wanted and saved != step and step > 0
+        assert found is (made if calls_for_one else FinalSave.NOT_WANTED), (step, saved, wish, fits)
 
 
 def test_the_exit_codes_are_those_that_users_were_promised():

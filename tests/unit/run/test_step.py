@@ -31,7 +31,8 @@ def state_and_run():
         stop=SimpleNamespace(requested=False),
         save_requested=False,
         schedule=lambda _update: 1.0,
-        store=SimpleNamespace(fence=lambda: None, is_busy=lambda: False),
+        store=SimpleNamespace(fence=lambda: None, is_busy=lambda: False, is_saving=False),
+        clock=SimpleNamespace(look=lambda saving: None, save_is_due=False),
     )
     return state, run
 
