@@ -1,8 +1,8 @@
 """Hooks that make a run meet its worst day at an exact instant.
 
 `KEEPSTEP_TEST_ACT` holds a JSON list of acts: {"when": ..., "step": n, "do": ...}. `when` is one of
-start, forward, evaluating, step, evaluated, snapshot, committed, end; `step` is the step that is
-being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
+start, forward, evaluating, step, evaluated, snapshot, committed, rewound, end; `step` is the step
+that is being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
 GROUP_SIGTERM goes to the group), or one of nan, nan_loss, inf_weight, raise, exit, unhealthy, stop,
 save. With `rank` only that rank acts, and with `samples`, in the place of `step`, at the batch that
 begins (or, when it was taken, ends) at that position. `once` is for the first time in a process.
@@ -68,6 +68,9 @@ class Act:
 
     def on_committed(self, run: Any, path: Path, manifest: Any) -> None:
         self._act(run, "committed", manifest.step)
+
+    def on_rewound(self, run: Any, step: int) -> None:
+        self._act(run, "rewound", step)
 
     def on_run_end(self, run: Any, outcome: Any) -> None:
         self._act(run, "end", outcome.step)
