@@ -49,9 +49,22 @@ def rolled_back(config, tmp_path_factory) -> RolledBack:
     return RolledBack(run, (folder / "log").read_text().splitlines(), copies)
 
 
-def goes_on(config: Path, run: Path, *more: str, acts: tuple[dict, ...] = ()) -> None:
+def goes_on(config: Path, run: Path, *more: str, acts: tuple[dict, ...] = ()) -> str:
     done = warm.keepstep(*words(config, run, *more), extra=hooks.acting(*acts))
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_rollback_is_durable_before_the_next_step_is_taken(rolled_back):
+    """Not only in the kernel's hands: a power cut would take it from there."""
+    journal = [
+        (number, line.split()[1])
+        for number, line in enumerate(rolled_back.operations, 1)
+        if line.endswith("journal.jsonl") and "open" not in line
+    ]
+    told = [bool(events(rolled_back.copies / str(number), "rollback")) for number, _ in journal]
+    durable = told.index(True)
+    assert [name for _, name in journal[durable - 1 : durable + 1]] == ["write", "sync"]
 
 
 def test_a_kill_before_every_operation_of_a_rollback_loses_nothing(config, rolled_back):
@@ -93,6 +106,19 @@ def test_a_run_that_is_killed_again_and_again_in_a_rollback_ends_as_one_that_is_
         assert killed.returncode == -signal.SIGKILL, killed.stdout
     goes_on(config, tmp_path)
     assert_same_as(tmp_path, rolled_back.run)
+
+
+def test_people_are_told_of_a_rollback_when_it_is_made_and_when_it_is_taken_up(config, tmp_path):
+    kill = {"when": "forward", "step": 3, "samples": 16, "do": "SIGKILL"}
+    killed = warm.keepstep(*words(config, tmp_path, "--quiet"), extra=hooks.acting(BAD, kill))
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    assert (
+        "rollback loss nan, gradient norm nan at step 4 (1 in a row not finite); back to step 2"
+        " (verified), skipping samples 8..15, rate x0.5 (1 of 3)\n"
+    ) in killed.stdout
+    told = goes_on(config, tmp_path)
+    resumed = "from step_2 (verified) · rolled back: samples 8..15 stay skipped\n"
+    assert resumed in told
 
 
 WAYS = {

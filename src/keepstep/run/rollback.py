@@ -33,8 +33,11 @@ def roll_back(outcome: Outcome, state: TrainingState, run: Run) -> Outcome | Non
         limit = f"{reached.rollbacks} rollbacks were made (nonfinite.max_rollbacks)"
         return replace(outcome, reason=f"{outcome.reason}; {limit}")
     run.group.health.phase = f"the rollback from step {reached.step}"
+    # A save in flight may be the newest, and is told of before the way back to it.
     run.collect()
-    restored = run.store.restore(must_match=run.identity, run_id=run.store.run_id, like=state.like)
+    # Beside the restored state and what is made of it, they would take more than training does.
+    state.optimizer.forget()
+    restored = run.store.restore(run_id=run.store.run_id, like=state.like)
     if restored is None:
         raise NotFound(
             f"{outcome.reason}, and {run.store.folder} holds no checkpoint to go back to",

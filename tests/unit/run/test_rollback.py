@@ -3,19 +3,23 @@
 Each run is a whole one, of the tiny language task, within this process.
 """
 
-import json
 import math
 import os
+import shutil
+import threading
+import weakref
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from keepstep.errors import NotFound
+from keepstep.errors import NotFound, OtherRun
+from keepstep.run.journal import read_journal
 from keepstep.run.stop import StopRequests
 from keepstep.store import list_checkpoints
 from keepstep.store.load import read_checkpoint
+from keepstep.store.staging import Cut
 from keepstep.tasks.registry import load_task_config
 from keepstep.train import train
 from tests.helpers import hooks
@@ -209,45 +213,96 @@ def damage(path: Path):
     data.write_bytes(data.read_bytes()[:-1])
 
 
+class Damage:
+    """Damages the newest checkpoint before a rollback, and looks at the memory of the moments."""
+
+    def __init__(self):
+        self.moments, self.alive = [], None
+
+    def on_step_end(self, run, step, metrics):
+        if metrics["skipped"]:
+            damage(run.store.folder / "step_6")
+            (part,) = run.position.optimizer.state_dict().values()
+            self.moments = [weakref.ref(m["exp_avg"]) for m in part["state"].values()]
+
+    def on_notice(self, run, word, text):
+        if self.moments and "aside" in text:
+            self.alive = sum(moment() is not None for moment in self.moments)
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_damaged_newest_checkpoint_is_passed_over_as_in_a_resume(config, tmp_path, remote):
-    class Damage:
-        def on_step_end(self, run, step, metrics):
-            if step == 8 and metrics["skipped"]:
-                damage(run.store.folder / "step_6")
-
     more = (f"--checkpoint.remote=memory://{tmp_path}",) if remote else ()
-    bad = {"samples": 28, "do": "nan_loss"}
-    found = run_here(config, tmp_path / "run", ROLLBACK, *more, acts=[bad], more=[Damage()])
+    bad, hook = {"samples": 28, "do": "nan_loss"}, Damage()
+    found = run_here(config, tmp_path / "run", ROLLBACK, *more, acts=[bad], more=[hook])
     assert found.ending == "finished"
     (told,) = events(tmp_path / "run", "rollback")
     # Where there is a remote, the whole copy is fetched from there.
     assert told["back_to"] == (6 if remote else 4)
     assert (tmp_path / "run/aside/step_6").is_dir()
     assert_nothing_is_poisoned(tmp_path / "run")
+    assert hook.moments
+    assert hook.alive == 0, "what is restored needs their memory"
+
+
+class TakeAway:
+    """Takes all checkpoints away before a rollback, and may put another run's in their place."""
+
+    def __init__(self, *, into: Path, instead: Path | None = None):
+        self.into, self.instead = into, instead
+
+    def on_step_end(self, run, step, metrics):
+        if metrics["skipped"]:
+            for name in steps(run.folder):
+                (run.folder / f"step_{name}").rename(self.into / f"gone-{name}")
+            if self.instead is not None:
+                shutil.copytree(self.instead, run.folder / self.instead.name)
 
 
 def test_where_all_checkpoints_were_taken_away_the_error_says_so(config, tmp_path):
-    class TakeAway:
-        def on_step_end(self, run, step, metrics):
-            if metrics["skipped"]:
-                for name in steps(run.folder):
-                    (run.folder / f"step_{name}").rename(tmp_path / f"gone-{name}")
-
+    take_away = TakeAway(into=tmp_path)
     bad = {"samples": 28, "do": "nan_loss"}
     with pytest.raises(NotFound, match="holds no checkpoint to go back to"):
-        run_here(config, tmp_path / "run", ROLLBACK, acts=[bad], more=[TakeAway()])
+        run_here(config, tmp_path / "run", ROLLBACK, acts=[bad], more=[take_away])
 
 
-def test_a_save_in_flight_is_finished_first_and_gone_back_to(config, tmp_path):
-    bad = {"samples": 24, "do": "nan_loss"}
-    for name, mode in (("now", "disabled"), ("later", "async"), ("bounded", "bounded")):
-        flags = (ROLLBACK, f"--checkpoint.async_mode={mode}")
-        assert run_here(config, tmp_path / name, *flags, acts=[bad]).ending == "finished"
-        (told,) = events(tmp_path / name, "rollback")
-        assert (told["step"], told["back_to"]) == (7, 6)
-        assert digests(tmp_path / name, 10) == digests(tmp_path / "now", 10)
-        assert json.dumps(losses(tmp_path / name)) == json.dumps(losses(tmp_path / "now"))
+def test_another_runs_checkpoint_is_not_gone_back_to(config, tmp_path):
+    run_here(config, tmp_path / "other", "--train.max_steps=6")
+    take_away = TakeAway(into=tmp_path, instead=tmp_path / "other/step_6")
+    bad = {"samples": 28, "do": "nan_loss"}
+    with pytest.raises(OtherRun, match="holds checkpoints of another run"):
+        run_here(config, tmp_path / "run", ROLLBACK, acts=[bad], more=[take_away])
+
+
+class HoldTheSaveOfStep6:
+    """Has its writer wait until step 7, which is not finite, was taken."""
+
+    def __init__(self):
+        self.taken = threading.Event()
+        self.taken.set()
+
+    def on_snapshot(self, run, step):
+        if step == 6:
+            self.taken.clear()
+
+    def on_step_end(self, run, step, metrics):
+        if step == 7:
+            self.taken.set()
+
+
+def test_a_save_in_flight_is_finished_first_and_gone_back_to(config, tmp_path, monkeypatch):
+    bad, hold, copy = {"samples": 24, "do": "nan_loss"}, HoldTheSaveOfStep6(), Cut.copy
+    now, later = tmp_path / "now", tmp_path / "later"
+    run_here(config, now, ROLLBACK, acts=[bad])
+    monkeypatch.setattr(Cut, "copy", lambda cut: hold.taken.wait(60) and copy(cut))
+    mode = "--checkpoint.async_mode=async"
+    assert run_here(config, later, ROLLBACK, mode, acts=[bad], more=[hold]).ending == "finished"
+    told = [(e["kind"], e["step"]) for e in read_journal(later / "journal.jsonl") if "step" in e]
+    saved, back = told.index(("saved", 6)), told.index(("rollback", 7))
+    assert saved < back, "it is told before the way back to it"
+    assert [event["back_to"] for event in events(later, "rollback")] == [6]
+    assert digests(later, 10) == digests(now, 10)
+    assert losses(later) == losses(now)
 
 
 def test_without_a_rollback_its_policy_changes_no_bit(config, tmp_path):
