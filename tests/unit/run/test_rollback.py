@@ -245,6 +245,35 @@ def test_a_damaged_newest_checkpoint_is_passed_over_as_in_a_resume(config, tmp_p
     assert hook.alive == 0, "what is restored needs their memory"
 
 
+def test_a_session_that_takes_up_another_checkpoint_takes_the_batches_again(config, tmp_path):
+    """The newest is damaged after the way back to it: its rollback is none to the one before."""
+    bad, stop = {"samples": 28, "do": "nan_loss"}, {"when": "forward", "step": 8, "do": "stop"}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    run_here(config, whole, ROLLBACK, acts=[bad])
+    assert run_here(config, run, ROLLBACK, acts=[bad, stop]).step == 6
+    damage(run / "step_6")
+    run_here(config, run, ROLLBACK, acts=[bad])
+    assert [event["step"] for event in events(run, "resumed")] == [4]
+    assert losses(run) == losses(whole)
+    assert digests(run, 10) == digests(whole, 10)
+
+
+def test_a_run_that_starts_over_beside_an_old_journal_skips_nothing(config, tmp_path):
+    """Its first checkpoint has the number that the old run's had."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    run_here(config, whole, ROLLBACK)
+    run_here(config, run, ROLLBACK, acts=[{"samples": 4, "do": "nan_loss"}])
+    assert [event["sequence"] for event in events(run, "rollback")] == [1]
+    for name in steps(run):
+        (run / f"step_{name}").rename(tmp_path / f"gone-{name}")
+    fresh = (ROLLBACK, "--checkpoint.on_resume=fresh")
+    with pytest.raises(ValueError, match="on purpose"):
+        run_here(config, run, *fresh, acts=[{"when": "step", "step": 2, "do": "raise"}])
+    assert steps(run) == [0]
+    run_here(config, run, *fresh)
+    assert losses(run) == losses(whole)
+
+
 class TakeAway:
     """Takes all checkpoints away before a rollback, and may put another run's in their place."""
 
