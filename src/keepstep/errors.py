@@ -10,6 +10,7 @@
     ├── NotFound             4   there is no such run or checkpoint
     ├── Locked               5   another live session holds the folder
     ├── Diverged             6   losses or gradients stopped being finite
+    │   └── NotFinite        6   weights or moments did; they are not saved
     ├── Unhealthy            7   a collective failed or a peer is gone
     ├── SaveFailed           1   a save gave up; every older checkpoint is as it was
     │   └── SaveAbandoned    1   it was told to, because the time for it was over
@@ -89,6 +90,10 @@ class Diverged(KeepstepError):
     """Losses or gradients stopped being finite."""
 
     exit_code = 6
+
+
+class NotFinite(Diverged):
+    """A state that was to be saved holds nan or inf; every older checkpoint is as it was."""
 
 
 class Unhealthy(KeepstepError):

@@ -1,12 +1,13 @@
 """Hooks that make a run meet its worst day at an exact instant.
 
 `KEEPSTEP_TEST_ACT` holds a JSON list of acts: {"when": ..., "step": n, "do": ...}. `when` is one of
-build, start, forward, evaluating, step, evaluated, snapshot, committed, end, exit (when Python
-itself ends); `step` is the step that is
-being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
-GROUP_SIGTERM goes to the group), or one of nan, nan_loss, raise, exit, unhealthy, stop,
-save, late (takes until the run's time is nearly over), due (until a save is due by the clock).
-With `rank` only that rank acts.
+build, start, forward, evaluating, step, evaluated, snapshot, committed, rewound, end, exit (when
+Python itself ends); `step` is the step that is being taken or was just taken; `do` is a signal's
+name (several with a `+`; PAUSE waits, GROUP_SIGTERM goes to the group), or one of nan, nan_loss,
+inf_weight, raise, exit, unhealthy, stop, save, late (takes until the run's time is nearly over),
+due (until a save is due by the clock). With `rank` only that rank acts, and with `samples`, in the
+place of `step`, at the batch that begins (or, when it was taken, ends) at that position. `once` is
+for the first time in a process.
 """
 
 import atexit
@@ -34,6 +35,7 @@ class Act:
 
     def __init__(self) -> None:
         self.acts = json.loads(os.environ.get("KEEPSTEP_TEST_ACT", "[]"))
+        self.done: list[dict[str, Any]] = []
         if any(act.get("when") == "build" for act in self.acts):
             self._hear_of_the_build()
 
@@ -47,34 +49,27 @@ class Act:
         heard = torch.nn.modules.module.register_module_parameter_registration_hook(on_parameter)
 
     def on_run_start(self, run: Any) -> None:
-        model, counters = run.position.model, run.position.counters
-        first = next(p for p in model.parameters() if p.requires_grad)
+        state = run.position
+        first = next(p for p in state.model.parameters() if p.requires_grad)
 
         def on_forward(module: torch.nn.Module, _inputs: Any) -> None:
             if module.training:
-                self._act(run, "forward", counters.step + 1)
+                self._act(run, "forward", state.counters.step + 1)
             else:
-                self._act(run, "evaluating", counters.step)
+                self._act(run, "evaluating", state.counters.step)
 
         def on_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            wanted = any(
-                act["do"] == "nan" and act["step"] == counters.step + 1 and _is_here(act, run)
-                for act in self.acts
-            )
+            wanted = self._due(run, state.counters.step + 1, do="nan")
             return gradient * float("nan") if wanted else gradient
 
         def on_output(module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            wanted = any(
-                act["do"] == "nan_loss" and act["step"] == counters.step + 1 and _is_here(act, run)
-                for act in self.acts
-            )
-            if wanted and module.training:
+            if module.training and self._due(run, state.counters.step + 1, do="nan_loss"):
                 output.logits = output.logits * float("nan")
 
-        model.register_forward_pre_hook(on_forward)
-        model.register_forward_hook(on_output)
+        state.model.register_forward_pre_hook(on_forward)
+        state.model.register_forward_hook(on_output)
         first.register_hook(on_gradient)
-        self._act(run, "start", counters.step)
+        self._act(run, "start", state.counters.step)
         atexit.register(self._act, run, "exit", 0)
 
     def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
@@ -89,18 +84,31 @@ class Act:
     def on_committed(self, run: Any, path: Path, manifest: Any) -> None:
         self._act(run, "committed", manifest.step)
 
+    def on_rewound(self, run: Any, step: int) -> None:
+        self._act(run, "rewound", step)
+
     def on_run_end(self, run: Any, outcome: Any) -> None:
         self._act(run, "end", outcome.step)
 
     def _act(self, run: Any, when: str, step: int) -> None:
-        for act in self.acts:
-            if act.get("when") == when and act["step"] == step and _is_here(act, run):
-                _do(run, act["do"])
+        for act in self._due(run, step, when=when):
+            _do(run, act["do"])
 
-
-def _is_here(act: dict[str, Any], run: Any) -> bool:
-    here = run.group.rank if run is not None else int(os.environ.get("RANK", "0"))
-    return bool(act.get("rank", here) == here)
+    def _due(self, run: Any, step: int, **what: str) -> list[dict[str, Any]]:
+        """Return the acts of that kind for this rank, here and now; `run` is None in the build."""
+        rank = run.group.rank if run is not None else int(os.environ.get("RANK", "0"))
+        samples = run.position.counters.samples if run is not None else 0
+        found = [
+            act
+            for act in self.acts
+            if what.items() <= act.items()
+            and act.get("step", step) == step
+            and act.get("samples", samples) == samples
+            and act.get("rank", rank) == rank
+            and not (act.get("once") and act in self.done)
+        ]
+        self.done += found
+        return found
 
 
 def _do(run: Any, what: str) -> None:
@@ -123,6 +131,10 @@ def _do(run: Any, what: str) -> None:
         case "due":
             while not run.clock.save_is_due:
                 threading.Event().wait(0.02)
+        case "inf_weight":
+            weight = next(run.position.model.parameters())
+            part = getattr(weight, "_local_tensor", weight).detach()
+            part.view(-1)[-1] = float("inf")
         case signals:
             for name in signals.split("+"):
                 if name == "PAUSE":

@@ -60,6 +60,7 @@ def _ranges(config: Config) -> _Found:
         ("distributed.dp_replicate", config.distributed.dp_replicate, 1, 2**31),
         ("distributed.tp", config.distributed.tp, 1, 2**31),
         ("nonfinite.max_consecutive", config.nonfinite.max_consecutive, 1, 2**53),
+        ("nonfinite.max_rollbacks", config.nonfinite.max_rollbacks, 1, 2**53),
     ]
     for path, value, low, high in bounds:
         if not low <= value <= high:
@@ -69,6 +70,10 @@ def _ranges(config: Config) -> _Found:
         value = getattr(config.optimizer, name)
         if not value > 0:
             yield f"optimizer.{name}", f"must be greater than 0, not {value}"
+    factor = config.nonfinite.rollback_rate_factor
+    if not 0 < factor <= 1:
+        message = f"must be greater than 0 and at most 1, not {factor}"
+        yield "nonfinite.rollback_rate_factor", message
     for name in ("beta1", "beta2", "momentum"):
         value = getattr(config.optimizer, name)
         if not 0 <= value < 1:

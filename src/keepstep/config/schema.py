@@ -207,10 +207,15 @@ class DistributedConfig:
 class NonfiniteConfig:
     """What happens when the loss or the gradient norm is not finite."""
 
-    policy: Literal["skip", "stop"] = "skip"
-    """skip: no update, the batch counts. stop: end the run at once."""
+    policy: Literal["skip", "rollback", "stop"] = "skip"
+    """skip: no update, the batch counts. rollback: go back to the newest whole checkpoint and past
+    the batches that led there. stop: end the run at once."""
     max_consecutive: int = 10
-    """Skipped steps in a row after which the run ends as diverged."""
+    """skip: skipped steps in a row after which the run ends as diverged."""
+    max_rollbacks: int = 3
+    """rollback: how often a run goes back, all its sessions together; then it ends as diverged."""
+    rollback_rate_factor: float = 1.0
+    """Each rollback multiplies the learning rate by this, from there on; 1 leaves it as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a word to the others."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.to_local()
+    return tensor
+
+
 def drop_gathered(model: torch.nn.Module) -> None:
     """Have the next forward pass gather all weights anew.
 

@@ -80,6 +80,11 @@ class Optimizer:
         for part in self._parts.values():
             part.zero_grad(set_to_none=True)
 
+    def forget(self) -> None:
+        """Drop every moment: what takes their place needs the memory."""
+        for part in self._parts.values():
+            part.state.clear()
+
     def register_step_pre_hook(self, hook: Callable[[], None]) -> None:
         """Call `hook` before each update, before the first parameter changes."""
         first = next(iter(self._parts.values()))

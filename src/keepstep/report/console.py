@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _WORD_WIDTH = 9
 _STEPS_OF_THE_RATE = 100
 """The speed shown is that of the last so many steps: a stall or the start do not stay in it."""
-_WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "store", "config", "hooks", "grace"})
+_WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "rollback", "store", "config", "hooks", "grace"})
 
 
 class Console:
@@ -55,9 +55,14 @@ class Console:
             f" · {run.group.description} on {run.device.type} · {run.folder}",
         )
         counters = run.position.counters
-        self._recent.append((time.monotonic(), counters.step, counters.tokens))
         if not self._quiet and self._stream.isatty():
             self._start_bar(run, counters.step)
+
+    def on_rewound(self, run: "Run", step: int) -> None:
+        """Measure the speed from here on."""
+        assert run.position is not None, "only a state goes back"
+        self._recent.clear()
+        self._recent.append((time.monotonic(), step, run.position.counters.tokens))
 
     def on_step_end(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> None:
         """Show the numbers of a step, every `train.log_interval` steps and at the last one."""

@@ -43,6 +43,12 @@ class Hook:
     def on_committed(self, run: "Run", path: Path, manifest: "Manifest") -> None:
         """The checkpoint in `path` is durable."""
 
+    def on_rewound(self, run: "Run", step: int) -> None:
+        """The run goes on from `step`, and the journal ends there: a resume, or a rollback.
+
+        What was heard of later steps is void. In a resume this comes before `on_run_start`.
+        """
+
     def on_run_end(self, run: "Run", outcome: "Outcome") -> None:
         """The run is over and whatever it leaves is on disk."""
 

@@ -57,6 +57,22 @@ class Journal:
             self._disk.rewrite_tail(self._path, cut, b"".join(kept))
         return gone
 
+    def last_rollback(self, step: int, **checkpoint: Any) -> dict[str, Any] | None:
+        """Return the last rollback to the checkpoint of `step` with these facts, if there is one.
+
+        It is told behind the line of that step, so no more than what follows it is read.
+        """
+        if not self._path.exists():
+            return None
+        _, tail = _split_behind(self._path, step)
+        found = [event for event in map(_parsed, tail.splitlines(keepends=True)) if event]
+        told = [
+            event
+            for event in found
+            if event["kind"] == "rollback" and checkpoint.items() <= event.items()
+        ]
+        return told[-1] if told else None
+
     def tells_of_a_save(self) -> int | None:
         """Return the step of the last save that the journal tells of, if there is one."""
         if not self._path.exists():

@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from keepstep.distributed.agree import StepFacts, agree
+from keepstep.errors import NotFinite
 from keepstep.run.outcome import Ending, FinalSave, Outcome, decides_to_save
 from keepstep.run.policy import SaveDue, evaluation_due, save_due
+from keepstep.run.rollback import roll_back
 from keepstep.run.run import Run
 from keepstep.run.step import StepResult, autocast, take_step
 from keepstep.state.rng import seed_everything
@@ -26,10 +28,24 @@ def step_until_done(task: "Task", state: TrainingState, run: Run) -> Outcome:
     """Take steps until the last one, or until the ranks agree that something ends the run."""
     run.hooks.call("on_run_start", run)
     outcome = _finish_what_is_owed(task, state, run)
-    if outcome is None:
+    while outcome is None:
+        outcome = roll_back(_step_until_an_ending(task, state, run), state, run)
+        if outcome is None:
+            outcome = _finish_what_is_owed(task, state, run)
+    return outcome
+
+
+def _step_until_an_ending(task: "Task", state: TrainingState, run: Run) -> Outcome:
+    """Take steps until something ends them; what is not finite and would be saved diverges."""
+    outcome = None
+    try:
         with closing(_batches(task, state.counters.samples)) as batches:
             while outcome is None:
                 outcome = _advance(task, batches, state, run)
+        if _final_save(outcome, state, run) is FinalSave.MADE:
+            run.require_finite(state)
+    except NotFinite as error:
+        return run.outcome(Ending.DIVERGED, reason=error.message)
     return outcome
 
 
@@ -70,13 +86,7 @@ def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
     An ending that calls for one and has no time for it is a stop: the same command continues.
     """
     late = agree(run.group, StepFacts(late=not run.clock.save_fits)).late
-    save = decides_to_save(
-        outcome.ending,
-        step=state.counters.step,
-        saved_step=run.saved_step,
-        save_after_skipped_end=run.config.checkpoint.save_after_skipped_end,
-        fits=not late,
-    )
+    save = _final_save(outcome, state, run, fits=not late)
     if save is FinalSave.MADE:
         run.save(state, metrics=run.metrics)
     elif save is FinalSave.NO_TIME:
@@ -90,8 +100,22 @@ def settle(state: TrainingState, run: Run, outcome: Outcome) -> Outcome:
     return final
 
 
+def _final_save(
+    outcome: Outcome, state: TrainingState, run: Run, *, fits: bool = True
+) -> FinalSave:
+    return decides_to_save(
+        outcome.ending,
+        step=state.counters.step,
+        saved_step=run.saved_step,
+        save_after_skipped_end=run.config.checkpoint.save_after_skipped_end,
+        fits=fits,
+    )
+
+
 def _finish_what_is_owed(task: "Task", state: TrainingState, run: Run) -> Outcome | None:
-    """Do what an earlier session left undone at this very step; return an outcome if that is all.
+    """Do what was left undone at this very step, before a resume or a rollback to it.
+
+    Returns an outcome if that is all.
 
     An evaluation that a stop cut short is made now. It belongs to the checkpoint that is already
     committed, which is never modified: the store records the best beside it.
@@ -112,7 +136,8 @@ def _finish_what_is_owed(task: "Task", state: TrainingState, run: Run) -> Outcom
     run.rehearse(state)
     if counters.step == 0 and run.saved_step is None:
         counters.save_owed = save_due(0, run.config.checkpoint).value
-        if counters.save_owed != SaveDue.NO:
+        # A rollback needs something to go back to from the first step on.
+        if counters.save_owed != SaveDue.NO or run.config.nonfinite.policy == "rollback":
             run.save(state, metrics={})
     return None
 
@@ -137,7 +162,7 @@ def _record(result: StepResult, state: TrainingState, run: Run) -> None:
 
 def _has_diverged(state: TrainingState, run: Run) -> bool:
     skips, nonfinite = state.counters.skips_in_a_row, run.config.nonfinite
-    return skips > 0 and (nonfinite.policy == "stop" or skips >= nonfinite.max_consecutive)
+    return skips > 0 and (nonfinite.policy != "skip" or skips >= nonfinite.max_consecutive)
 
 
 def _how_it_diverged(result: StepResult, state: TrainingState) -> str:

@@ -5,7 +5,8 @@ command continues, also where it names a step to go back to: the way back is tak
 recorded in every checkpoint that follows from it.
 """
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from keepstep.config.resolved import RUN_TOML
 from keepstep.errors import NotFound
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from keepstep.tasks.task import Task
 
 _ON_RESUME = "on_resume"
+_NONE: Mapping[str, Any] = {}
 
 
 def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
@@ -34,6 +36,27 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     )
     if restored is None and choice != "fresh":
         first(run.group.ranks, "journal", lambda: _require_nothing_saved(run))
+    optimizer, changes, gone = take_up(restored, state, run)
+    _tell_changes(run, optimizer=optimizer, environment=changes)
+    run.begin()
+    _tell(restored, run, taken_back=gone)
+
+
+def take_up(
+    restored: Restored | None,
+    state: TrainingState,
+    run: Run,
+    *,
+    rollback: Mapping[str, Any] = _NONE,
+) -> tuple[list[str], list[str], int]:
+    """Make `state` the restored one, if there is one, and have the journal end at its step.
+
+    Where a rollback to this very checkpoint is told of, the batches that it skipped stay skipped.
+    ``rollback``: the facts of one that is being made; they are durable when this returns.
+
+    Returns what is another than before, in the optimizer and in the environment, and how many
+    lines of the journal were taken back.
+    """
     optimizer, changes = _load(restored, state, run) if restored is not None else ([], [])
     counters = state.counters
     gone = first(
@@ -41,9 +64,21 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
         "rewind",
         lambda: run.journal.rewind(counters.step, keep_evaluation=not counters.evaluation_owed),
     )
-    _tell_changes(run, optimizer=optimizer, environment=changes)
-    run.begin()
-    _tell(restored, run, taken_back=gone)
+    if restored is not None:
+        manifest = restored.manifest
+        checkpoint = {"run_id": manifest.run_id, "sequence": manifest.sequence}
+
+        def last_rollback() -> dict[str, Any] | None:
+            if rollback:
+                run.journal.write("rollback", **checkpoint, **rollback)
+                run.journal.sync()
+            return run.journal.last_rollback(manifest.step, **checkpoint)
+
+        followed = first(run.group.ranks, "rollback", last_rollback)
+        if followed is not None:
+            counters.samples, counters.rollbacks = followed["samples"], followed["rollbacks"]
+    run.hooks.call("on_rewound", run, counters.step)
+    return optimizer, changes, gone
 
 
 def _choice(run: Run) -> Literal["newest", "fresh"] | int:
@@ -131,5 +166,13 @@ def _tell(restored: Restored | None, run: Run, *, taken_back: int) -> None:
         run,
         "resume",
         f"step {step:,} of {run.config.train.max_steps:,} from {restored.path.name} (verified)"
+        + _skipped_text(restored, run)
         + "".join(f" · {item.name} passed over: {item.fault}" for item in restored.skipped),
     )
+
+
+def _skipped_text(restored: Restored, run: Run) -> str:
+    """Say which samples stay skipped by a rollback of an earlier session."""
+    assert run.position is not None, "only a state is restored"
+    before, now = restored.manifest.samples, run.position.counters.samples
+    return f" · rolled back: samples {before:,}..{now - 1:,} stay skipped" if now > before else ""

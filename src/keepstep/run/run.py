@@ -27,7 +27,7 @@ from keepstep.config.resolved import (
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
-from keepstep.errors import CheckpointDamaged, KeepstepError, UsageError
+from keepstep.errors import CheckpointDamaged, KeepstepError, NotFinite, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.clock import SAVES_KEPT, Clock
 from keepstep.run.environment import choose_device, describe_environment, make_deterministic
@@ -50,7 +50,7 @@ from keepstep.store.layout import (
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import digest_of
 from keepstep.store.plain import decode, encode
-from keepstep.store.ranks import first
+from keepstep.store.ranks import first, together
 from keepstep.store.remote import ObjectStore
 from keepstep.store.sweep import sweep
 
@@ -158,9 +158,11 @@ class Run:
     def save(self, state: TrainingState, *, metrics: dict[str, float]) -> None:
         """Save the state as the checkpoint of its step; SaveFailed where that cannot be done.
 
+        NotFinite where it holds nan or inf: it would be taken for the newest, and gone back to.
         It is committed when this returns, or, where saves are asynchronous, after `collect`.
         """
         self.collect()
+        self.require_finite(state)
         counters = state.counters
         milestone = counters.save_owed == SaveDue.MILESTONE
         counters.save_owed = SaveDue.NO.value
@@ -183,6 +185,14 @@ class Run:
         )
         self.saved_step = counters.step
         self._tell_of(saved)
+
+    def require_finite(self, state: TrainingState) -> None:
+        """Raise NotFinite on all ranks where a tensor of any of them is not finite."""
+        for rank, name in enumerate(together(self.group.ranks, "finite", state.not_finite)):
+            if name:
+                where = f" on rank {rank}" if self.group.world_size > 1 else ""
+                step = state.counters.step
+                raise NotFinite(f"{name} is not finite{where} after step {step:,}: it is not saved")
 
     def rehearse(self, state: TrainingState) -> None:
         """Rehearse a save before the first step of a session; CannotSave says what is wrong."""

@@ -61,7 +61,10 @@ def take_step(task: "Task", batch: "Batch", state: TrainingState, run: Run) -> S
             loss=loss,
         ),
     )
-    state.optimizer.set_factor(run.schedule(counters.updates))
+    state.optimizer.set_factor(
+        run.schedule(counters.updates)
+        * run.config.nonfinite.rollback_rate_factor**counters.rollbacks
+    )
     rate = state.optimizer.rate
     if not agreed.nonfinite:
         if run.config.train.grad_clip > 0:

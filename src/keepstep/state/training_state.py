@@ -2,12 +2,13 @@
 
 Guarantees: what `capture` returns is all that a fresh process needs to take the very next step as
 this one would have taken it. Random numbers are not in it: they are derived from the seed and the
-step. The data position is the number of samples seen.
+step. The data position is the number of samples taken or, by a rollback, passed over.
 
 A thing that is not in this list is silently new after every resume: optimizer moments that are
 zero, a schedule that starts over, a best value that a worse one can take.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keepstep.distributed.shard import drop_gathered
+from keepstep.distributed.shard import drop_gathered, own_part
 from keepstep.errors import CheckpointDamaged
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Counters:
     samples: int = 0
     tokens: int = 0
     skips_in_a_row: int = 0
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint because a step was not finite."""
     save_owed: str = "no"
     """The save (a `SaveDue`) that was due at a skipped step; it moves to the next applied one."""
     evaluation_owed: bool = False
@@ -78,6 +81,28 @@ class TrainingState:
         """Return the names, as captured, of what changes between two updates: the buffers."""
         return {f"model.{name}" for name, _ in self.model.named_buffers()}
 
+    def not_finite(self) -> str:
+        """Return the name of a tensor whose part on this rank is not finite; empty if all are.
+
+        A buffer may hold inf, as a mask does, and no nan. Each byte is read once.
+        """
+        captured = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        alike: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+        for name, tensor in _tensors_in(captured, ""):
+            part = own_part(tensor).detach()
+            if part.is_floating_point() and part.numel() > 0:
+                alike.setdefault((part.device, part.dtype), {})[name] = part
+        buffers = self.moving()
+        for parts in alike.values():
+            # One transfer for all: on a GPU each of its own would wait for the device.
+            ends = torch.stack([end for part in parts.values() for end in torch.aminmax(part)])
+            pairs = ends.view(-1, 2).tolist()
+            for name, (low, high) in zip(parts, pairs, strict=True):
+                finite = math.isfinite(low) and math.isfinite(high)
+                if not finite and not (name in buffers and not math.isnan(low)):
+                    return name
+        return ""
+
     @contextmanager
     def averaged(self, *, before: Callable[[], None]) -> Iterator[None]:
         """Have the model hold what is evaluated; afterwards it is bit for bit what it was.
@@ -105,3 +130,12 @@ class TrainingState:
                 hint="It was written by another version, or the model's code has changed.",
             ) from error
         return self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def _tensors_in(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a captured state by the names that they have in a checkpoint."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _tensors_in(value, f"{path}.{key}" if path else str(key))

@@ -2,9 +2,11 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from keepstep.config.schema import Config
 from keepstep.report.console import Console, last_line
 from keepstep.run.outcome import Ending, Outcome
 
@@ -31,3 +33,24 @@ def test_a_huge_perplexity_is_no_wall_of_digits():
     console = Console(quiet=False, stream=stream)
     console.on_evaluated(None, 4, {"valid_loss": 70.5, "valid_perplexity": 4.1e30})
     assert "valid_loss 70.5000  valid_perplexity 4.100e+30" in stream.getvalue()
+
+
+def test_the_speed_is_measured_anew_when_the_run_goes_back(monkeypatch):
+    clock, stream = iter(range(0, 1000, 10)), io.StringIO()
+    monkeypatch.setattr("keepstep.report.console.time.monotonic", lambda: next(clock))
+    counters = SimpleNamespace(tokens=2000)
+    run = SimpleNamespace(
+        config=Config(),
+        position=SimpleNamespace(counters=counters),
+        store=SimpleNamespace(newest=None),
+    )
+    console = Console(quiet=False, stream=stream)
+    numbers = {"skipped": False, "loss": 1.0, "rate": 1.0, "grad_norm": 1.0}
+    console.on_rewound(run, 10)
+    console.on_step_end(run, 20, {**numbers, "tokens": 4000})
+    counters.tokens = 3000
+    console.on_rewound(run, 15)
+    console.on_step_end(run, 20, {**numbers, "tokens": 4000})
+    before, after = stream.getvalue().splitlines()
+    assert "tok/s 200 " in before
+    assert "tok/s 100 " in after

@@ -41,6 +41,30 @@ def test_a_rewind_to_the_start_keeps_only_what_belongs_to_no_step(tmp_path):
     assert kinds(tmp_path) == [("session", None)]
 
 
+def test_a_rollback_stays_when_its_steps_go_and_is_found_by_its_checkpoint(tmp_path):
+    journal = written(tmp_path, steps=2)
+    journal.write("step", step=3)
+    journal.rewind(2, keep_evaluation=True)
+    journal.write("rollback", step=3, back_to=2, sequence=1, samples=12)
+    journal.write("step", step=3)
+    journal.write("rollback", step=3, back_to=2, sequence=1, samples=16)
+    journal.write("step", step=4)
+    journal.write("rollback", step=5, back_to=4, sequence=2, samples=20)
+    assert journal.last_rollback(2, sequence=1)["samples"] == 16
+    assert journal.last_rollback(4, sequence=2)["samples"] == 20
+    assert journal.last_rollback(4, sequence=1) is None
+    assert journal.last_rollback(2, sequence=7) is None
+    journal.rewind(2, keep_evaluation=True)
+    assert [step for kind, step in kinds(tmp_path) if kind == "step"] == [1, 2]
+    assert journal.last_rollback(2, sequence=1)["samples"] == 16
+    journal.close()
+    path = tmp_path / "j"
+    line = b'{"kind": "rollback", "sequence": 1, "samples": 99}'
+    path.write_bytes(path.read_bytes() + line)
+    assert journal.last_rollback(2, sequence=1)["samples"] == 16, "a torn line is not there"
+    assert Journal(tmp_path / "none", disk=Disk()).last_rollback(2, sequence=1) is None
+
+
 def test_nothing_is_rewritten_where_nothing_is_taken_back(tmp_path):
     written(tmp_path)
     disk = RecordingDisk()

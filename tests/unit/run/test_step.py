@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from keepstep.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from keepstep.config.schema import NonfiniteConfig, OptimizerConfig, RunConfig, TrainConfig
 from keepstep.distributed.group import Group
 from keepstep.distributed.mesh import Layout
 from keepstep.optim.optimizer import build_optimizer
@@ -24,7 +24,7 @@ def state_and_run():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     state = TrainingState(model=model, optimizer=build_optimizer(OptimizerConfig(), model))
     run = SimpleNamespace(
-        config=SimpleNamespace(run=RunConfig(), train=TrainConfig()),
+        config=SimpleNamespace(run=RunConfig(), train=TrainConfig(), nonfinite=NonfiniteConfig()),
         group=Group(rank=0, world_size=1, local_rank=0),
         layout=Layout(),
         device=torch.device("cpu"),
