@@ -31,6 +31,12 @@ class Hook:
     def on_run_start(self, run: "Run") -> None:
         """Everything is built and restored; the first step is about to be taken."""
 
+    def on_rewound(self, run: "Run", step: int) -> None:
+        """The run goes on from `step`: what was told of later steps is taken back.
+
+        Called whenever a checkpoint was restored, and where a session that left none is begun anew.
+        """
+
     def on_step_end(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> None:
         """`step` was taken: `loss`, `grad_norm`, `rate`, `skipped`, `updates`, `tokens`."""
 

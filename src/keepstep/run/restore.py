@@ -44,6 +44,8 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     _tell_changes(run, optimizer=optimizer, environment=changes)
     run.begin()
     _tell(restored, run, taken_back=gone)
+    if restored is not None or gone:
+        run.hooks.call("on_rewound", run, counters.step)
 
 
 def _choice(run: Run) -> Literal["newest", "fresh"] | int:

@@ -9,6 +9,7 @@ Without the wake-up descriptor a signal that arrives while the main thread sits 
 would be seen by nobody until the call returns.
 """
 
+import math
 import os
 import signal
 import socket
@@ -46,6 +47,11 @@ class StopRequests:
     def grace_seconds(self) -> float:
         """Seconds from the first signal to the end of the process, whatever it is doing then."""
         return self._grace_seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the end of the grace; without end as long as no signal came."""
+        return self._watchdog.seconds_left if self._watchdog is not None else math.inf
 
     def set_grace(self, seconds: float) -> None:
         """Make the deadline `seconds` after the first signal, also when one came already."""

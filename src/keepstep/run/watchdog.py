@@ -43,6 +43,14 @@ class Watchdog(threading.Thread):
         """Change the grace time; `run` looks at it anew at least once a second."""
         self._grace_seconds = seconds
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; without end as long as none runs."""
+        first = self._first
+        if first is None:
+            return math.inf
+        return max(first[1] + self._grace_seconds - time.monotonic(), 0.0)
+
     def end(self, writer: socket.socket) -> None:
         """End the thread; no deadline is enforced afterwards."""
         writer.setblocking(True)
@@ -68,10 +76,7 @@ class Watchdog(threading.Thread):
                     _leave(number, f"the grace of {self._grace_seconds:g} s is over")
 
     def _seconds_to_look_again(self) -> float | None:
-        if self._first is None:
-            return None
-        left = self._first[1] + self._grace_seconds - time.monotonic()
-        return min(max(left, 0.0), 1.0)
+        return min(self.seconds_left, 1.0) if self._first is not None else None
 
     def _heard(self, number: int) -> None:
         now = time.monotonic()
