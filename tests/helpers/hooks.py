@@ -4,19 +4,21 @@
 start, forward, evaluating, step, evaluated, snapshot, committed, end; `step` is the step that is
 being taken or was just taken; `do` is a signal's name (several with a `+`; PAUSE waits,
 GROUP_SIGTERM goes to the group), or one of nan, nan_loss, raise, exit, unhealthy, stop,
-save. With `rank` only that rank acts.
+save, tracked (waits until every tracker holds the step). With `rank` only that rank acts.
 """
 
 import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from keepstep.errors import Unhealthy
+from keepstep.report.trackers import Follower
 
 CONFIG = "tests.helpers.hooks:Act"
 
@@ -101,6 +103,8 @@ def _do(run: Any, what: str) -> None:
             run.request_save()
         case "nan" | "nan_loss":
             return
+        case "tracked":
+            _wait_until_tracked(run.position.counters.step)
         case signals:
             for name in signals.split("+"):
                 if name == "PAUSE":
@@ -149,3 +153,13 @@ class FreezeAllButTheHead:
     def on_run_start(self, run: Any) -> None:
         for name, parameter in run.position.model.named_parameters():
             parameter.requires_grad_("lm_head" in name)
+
+
+def _wait_until_tracked(step: int) -> None:
+    followers = [thread for thread in threading.enumerate() if isinstance(thread, Follower)]
+    assert followers
+    deadline = time.monotonic() + 60
+    while any(follower.written < step for follower in followers):
+        assert time.monotonic() < deadline, followers
+        # A thread tells nobody what it has written: it is looked at.
+        threading.Event().wait(0.01)

@@ -157,9 +157,10 @@ class Follower(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.is_done = False
         """Whether everything was written, and the tracker closed."""
+        self.written = step
+        """The last step that the tracker holds, with all before it."""
         self._tracker = tracker
         self._journal = journal
-        self._written = step
         self._tell = tell
         self._wake = threading.Event()
         self._rewinds: deque[int] = deque()
@@ -178,7 +179,7 @@ class Follower(threading.Thread):
 
     def lack(self) -> str:
         """Say what the tracker does not hold, and how it comes to."""
-        return f"holds the steps up to {self._written:,}; the same command supplies the others"
+        return f"holds no step after {self.written:,}; the same command supplies the others"
 
     def run(self) -> None:
         """Follow the journal to the end, also over errors: the last try is made after the end."""
@@ -208,7 +209,7 @@ class Follower(threading.Thread):
             records = lines.next()
             if records:
                 self._tracker.write(records)
-                self._written = max(self._written, *(record.step for record in records))
+                self.written = max(self.written, *(record.step for record in records))
             if not lines.at_end:
                 # The interpreter is left to the steps for as long as it was taken.
                 self._pause(time.monotonic() - began)
@@ -225,9 +226,9 @@ class Follower(threading.Thread):
     def _taken_back(self) -> "Lines":
         """Have the tracker take back what the run does; return the lines that it lacks."""
         while self._rewinds:
-            self._written = min(self._written, self._rewinds.popleft())
-        first = self._tracker.rewind(self._written)
-        self._written = max(first - 1, 0)
+            self.written = min(self.written, self._rewinds.popleft())
+        first = self._tracker.rewind(self.written)
+        self.written = max(first - 1, 0)
         return Lines(self._journal, first)
 
     def _pause(self, seconds: float) -> None:

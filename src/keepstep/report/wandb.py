@@ -75,7 +75,8 @@ class WeightsAndBiases:
         for record in records:
             # W&B drops what goes back behind its newest row, unless the row is a new one.
             row = record.step if record.step >= self._run.step else None
-            self._run.log({**record.numbers, "step": record.step}, step=row)
+            shown = {**record.numbers, "step": record.step, "_timestamp": record.time}
+            self._run.log(shown, step=row)
 
     def close(self, outcome: "Outcome") -> None:
         """Say how the session ended; return when all is sent, TimeoutError after `track.wait`."""

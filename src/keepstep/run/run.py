@@ -145,7 +145,9 @@ class Run:
     def _begin_folder(self) -> None:
         sweep(self.folder, self.disk, partial(tell_of_store, self))
         self.disk.replace_file(self.folder / RUN_TOML, dump_toml(self.config).encode())
-        self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
+        # Also before the first checkpoint: a kill before it must not make two runs of one.
+        now = {"pid": os.getpid(), "since": time.time(), "run_id": self.store.run_id}
+        self._write_outcome({"outcome": "running", **now})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))
 
     def save(self, state: TrainingState, *, metrics: dict[str, float]) -> None:
@@ -273,7 +275,7 @@ class Run:
             return
         # Before the run has begun, the checkpoints here are not known to be this session's.
         run_id = self.store.run_id if self.begun else self.recorded_run_id
-        text = json.dumps({**data, "run_id": run_id}, indent=2) + "\n"
+        text = json.dumps({"run_id": run_id, **data}, indent=2) + "\n"
         self.disk.replace_file(self.folder / OUTCOME_NAME, text.encode())
 
 

@@ -1,0 +1,162 @@
+"""Trackers through the installed command: each step once after kills, and no step waits."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import hooks, tracking, warm
+from tests.helpers.command import Session, events, losses, outcome
+
+ACT = f"--run.hooks=['{hooks.CONFIG}']"
+ALL = "--track.to=['tensorboard', 'wandb', 'trackio']"
+
+
+def expected(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """What a tracker has to hold of a run that nothing ever touched."""
+    steps, evaluations = events(run, "step"), events(run, "evaluation")
+    found = {f"train/{name}": [(e["step"], e[name]) for e in steps] for name in ("loss", "rate")}
+    for name in ("valid_loss", "valid_perplexity"):
+        found[f"evaluation/{name}"] = [(e["step"], e["metrics"][name]) for e in evaluations]
+    return found
+
+
+def assert_holds(series: tracking.Series, run: Path) -> None:
+    """Assert that each step is there once, with the numbers of that run (float32, if need be)."""
+    for name, wanted in expected(run).items():
+        assert [step for step, _ in series[name]] == [step for step, _ in wanted], name
+        values = [value for _, value in series[name]]
+        assert values == pytest.approx([value for _, value in wanted], rel=1e-6), name
+
+
+def train(config, run, *flags, acts=(), **extra):
+    words = ("train", config, f"--checkpoint.dir={run}", "--checkpoint.keep_last_n=0", *flags)
+    done = warm.keepstep(*words, ACT, extra={**hooks.acting(*acts), **extra})
+    print(done.stdout)
+    return done
+
+
+def test_after_kills_every_tracker_holds_one_run_and_each_step_of_it_once(
+    config, untouched, tmp_path
+):
+    """Killed before the first save and behind the second, with steps told that are taken again."""
+    run, own = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    flags = (ALL, "--track.offline=true")
+    for step in (2, 7):
+        acts = (
+            {"when": "step", "step": step, "do": "tracked"},
+            {"when": "forward", "step": step + 1, "do": "SIGKILL"},
+        )
+        assert train(config, run, *flags, acts=acts, **own).returncode == -signal.SIGKILL
+        # A kill may leave a torn record.
+        newest = max((run / "tensorboard").iterdir())
+        newest.write_bytes(newest.read_bytes() + b"\x30\0\0\0\0\0\0\0torn")
+    done = train(config, run, *flags, **own)
+    assert done.returncode == 0
+    assert events(run, "resumed")[-1]["step"] == 6
+    assert [e for e in events(run, "notice") if e["word"] == "track"] == []
+    assert losses(run) == losses(untouched)
+
+    shown = tracking.tensorboard(run / "tensorboard")
+    assert_holds(shown, untouched)
+    assert shown["outcome"] == [(10, "finished")]
+    assert "[train]" in shown["config"][-1][1]
+    saved = [(e["step"], e["sequence"]) for e in events(run, "saved")]
+    assert shown["checkpoint/sequence"] == saved
+    assert_holds(tracking.trackio(tmp_path / "trackio"), untouched)
+    run_id, rows = tracking.wandb(run)
+    assert_holds(rows, untouched)
+    assert rows["step"] == [(step, step) for step in range(1, 11)]
+    folders = [path.name for path in (run / "wandb").glob("offline-run-*")]
+    assert len(folders) == 3
+    assert {name.rpartition("-")[2] for name in folders} == {run_id}
+    assert run_id == outcome(run)["run_id"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 kB, which are taken."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root and the right to mount")
+    (place / "filler").write_bytes(b"\0" * 4096)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def told(run: Path) -> list[str]:
+    return [event["text"] for event in events(run, "notice") if event["word"] == "track"]
+
+
+def test_a_tracker_on_a_full_disk_is_told_once_and_supplied_when_there_is_room(
+    config, untouched, tmp_path, small_disk
+):
+    run = tmp_path / "run"
+    flags = ("--track.to=tensorboard", f"--track.dir={small_disk}")
+    done = train(config, run, *flags, acts=[])
+    assert done.returncode == 0
+    assert losses(run) == losses(untouched)
+    error, lack = told(run)
+    assert error.startswith("tensorboard: OSError: [Errno 28] No space left on device")
+    assert lack == "tensorboard: holds no step after 0; the same command supplies the others"
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    assert "nothing to do" in train(config, run, *flags).stdout
+    assert_holds(tracking.tensorboard(small_disk / "tensorboard"), untouched)
+    assert len(told(run)) == 2
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """A server that accepts every connection and never says anything."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_never_answers_holds_up_neither_a_step_nor_the_end(
+    config, untouched, tmp_path, silent_server
+):
+    """Stopped by a signal: the grace is not spent on the tracker, and the exit code stands."""
+    run = tmp_path / "run"
+    online = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+    words = ["train", config, f"--checkpoint.dir={run}", "--track.to=wandb", "--run.grace=20s"]
+    acts = hooks.acting({"when": "forward", "step": 5, "do": "SIGTERM"})
+    with Session(*words, "--track.wait=1s", ACT, extra={**acts, **online}) as session:
+        session.wait_for("stopped  at step 5")
+        said = time.monotonic()
+        assert session.end() == 75
+        assert time.monotonic() - said < 10, "the library waited for its server as Python ended"
+    assert outcome(run)["outcome"] == "stopped"
+    left, lack = told(run)
+    assert left == "wandb: not done after 1.0 s, and left behind"
+    assert lack == "wandb: holds no step after 0; the same command supplies the others"
+    # Of the grace at least half is for the outcome, whatever `track.wait` is.
+    act, short = {"when": "forward", "step": 8, "do": "SIGTERM"}, ("--run.grace=8s",)
+    flags = ("--track.to=wandb", "--track.wait=60s", *short)
+    assert train(config, run, *flags, acts=[act], **online).returncode == 75
+    assert outcome(run)["step"] == 8
+    assert losses(run) == losses(untouched)[:8]
+    waited = re.fullmatch("wandb: not done after ([0-9.]+) s, and left behind", told(run)[2])
+    assert waited is not None
+    assert float(waited[1]) <= 4
+
+
+def test_a_tracker_whose_package_is_broken_is_left_out_and_told(config, untouched, tmp_path):
+    (tmp_path / "trackio").mkdir()
+    (tmp_path / "trackio/__init__.py").write_text("raise RuntimeError('built for another Python')")
+    path = os.pathsep.join([str(tmp_path), hooks.__file__.partition("/tests/")[0]])
+    run = tmp_path / "run"
+    words = ["train", config, f"--checkpoint.dir={run}", "--track.to=['trackio', 'tensorboard']"]
+    with Session(*words, "--checkpoint.keep_last_n=0", extra={"PYTHONPATH": path}) as session:
+        assert session.end() == 0
+    assert told(run) == [
+        "trackio: cannot be started, and is left out: RuntimeError: built for another Python"
+    ]
+    assert_holds(tracking.tensorboard(run / "tensorboard"), untouched)
