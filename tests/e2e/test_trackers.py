@@ -148,15 +148,64 @@ def test_a_server_that_never_answers_holds_up_neither_a_step_nor_the_end(
     assert float(waited[1]) <= 4
 
 
+BROKEN = """
+import sys
+sys.path.insert(0, {!r})
+from keepstep.cli.main import main
+sys.exit(main())
+"""
+
+
 def test_a_tracker_whose_package_is_broken_is_left_out_and_told(config, untouched, tmp_path):
     (tmp_path / "trackio").mkdir()
     (tmp_path / "trackio/__init__.py").write_text("raise RuntimeError('built for another Python')")
-    path = os.pathsep.join([str(tmp_path), hooks.__file__.partition("/tests/")[0]])
     run = tmp_path / "run"
-    words = ["train", config, f"--checkpoint.dir={run}", "--track.to=['trackio', 'tensorboard']"]
-    with Session(*words, "--checkpoint.keep_last_n=0", extra={"PYTHONPATH": path}) as session:
-        assert session.end() == 0
+    words = ("train", config, f"--checkpoint.dir={run}", "--track.to=['trackio', 'tensorboard']")
+    (done,) = warm.run_together([warm.Job(words, code=BROKEN.format(str(tmp_path)))])
+    assert done.returncode == 0, done.stdout
     assert told(run) == [
         "trackio: cannot be started, and is left out: RuntimeError: built for another Python"
     ]
     assert_holds(tracking.tensorboard(run / "tensorboard"), untouched)
+
+
+WITHOUT = """
+import sys
+sys.modules["wandb"] = None
+from keepstep.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--track.to=wandb"],
+            "--track.to: 'wandb' needs the package wandb, which is not installed:"
+            " pip install keepstep[trackers]",
+        ),
+        (
+            ["--track.to=tensorbord"],
+            "--track.to: must name tensorboard or wandb or trackio, not 'tensorbord'; did you mean"
+            " `tensorboard`?",
+        ),
+        (["--track.to=['trackio', 'trackio']"], "--track.to: names 'trackio' twice"),
+        (["--track.wait=0s"], "--track.wait: must be more than 0 and at most a year, not '0s'"),
+        (
+            ["--track.project=a/b"],
+            "--track.project: must be letters, digits, `.`, `_` and `-`, not 'a/b'",
+        ),
+        (
+            ["--track.to=tensorboard", "--track.dir=/dev/null/x"],
+            "--track.dir: /dev/null is a file, not a folder",
+        ),
+        (["--track.dir=a\tb"], "--track.dir: must be the name of a folder, not 'a\\tb'"),
+    ],
+)
+def test_what_cannot_be_tracked_is_refused_before_anything_is_made(config, tmp_path, flags, said):
+    words = ("train", config, f"--checkpoint.dir={tmp_path / 'run'}", *flags)
+    (done,) = warm.run_together([warm.Job(words, code=WITHOUT)])
+    assert done.returncode == 2
+    assert done.stdout == f"error: {said}\n"
+    assert not (tmp_path / "run").exists()
