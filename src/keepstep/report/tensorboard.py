@@ -5,7 +5,7 @@ others in the order of names, and its first event takes back what the others hol
 step on (as the `purge_step` of a SummaryWriter does). A torn end of a file, from a kill or a full
 disk, is passed over by TensorBoard.
 
-Files are not synced: what a power cut takes of them is not seen to be missing.
+Files are not synced: what a power cut takes of their end is supplied, of their middle it is not.
 """
 
 import os
