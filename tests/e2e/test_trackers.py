@@ -8,11 +8,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers import hooks, tracking, warm
 from tests.helpers.command import Session, events, losses, outcome
+from tests.helpers.wandb_server import wandb_server
 
 ACT = f"--run.hooks=['{hooks.CONFIG}']"
 ALL = "--track.to=['tensorboard', 'wandb', 'trackio']"
@@ -27,7 +29,7 @@ def expected(run: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def assert_holds(series: tracking.Series, run: Path) -> None:
+def assert_holds(series: Any, run: Path) -> None:
     """Assert that each step is there once, with the numbers of that run (float32, if need be)."""
     for name, wanted in expected(run).items():
         assert [step for step, _ in series[name]] == [step for step, _ in wanted], name
@@ -77,6 +79,42 @@ def test_after_kills_every_tracker_holds_one_run_and_each_step_of_it_once(
     assert len(folders) == 3
     assert {name.rpartition("-")[2] for name in folders} == {run_id}
     assert run_id == outcome(run)["run_id"]
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_a_server_of_wandb_hears_of_one_run_and_takes_back_what_the_run_does(
+    config, untouched, tmp_path, rewinds
+):
+    """Where it refuses to, that is told, and `step` tells the rows apart."""
+    flags = ("--track.to=wandb", "--track.wait=30s", "--checkpoint.async_mode=async")
+    with wandb_server(rewinds=rewinds) as server:
+        stop = {"when": "forward", "step": 7, "do": "SIGTERM"}
+        done = train(config, tmp_path, *flags, acts=[stop], **server.variables)
+        assert done.returncode == 75
+        (data,) = (tmp_path / "step_7").glob("*.safetensors")
+        data.write_bytes(data.read_bytes()[:-1])
+        assert train(config, tmp_path, *flags, **server.variables).returncode == 0
+    assert events(tmp_path, "resumed")[-1]["step"] == 6
+    ((run_id, rows),) = server.rows.items()
+    assert run_id == outcome(tmp_path)["run_id"]
+    assert server.asked.count("RewindRun") == 1
+    assert server.exit_codes[-1] == 0
+    assert 75 in server.exit_codes
+    names = {name for row in rows for name in row}
+    found = {n: [(row["step"], row[n]) for row in rows if n in row] for n in names}
+    if rewinds:
+        assert_holds(found, untouched)
+        assert [row["_step"] for row in rows] == [row["step"] for row in rows]
+        assert told(tmp_path) == []
+    else:
+        taken = [step for step, _ in found["train/loss"]]
+        assert taken == [*range(1, 8), *range(7, 11)]
+        assert_holds({name: dict(sorted(found[name])).items() for name in found}, untouched)
+        (text,) = told(tmp_path)
+        assert text == (
+            "wandb: steps that are taken again lie over the others: failed to rewind run: input:"
+            " rewind is not enabled here"
+        )
 
 
 @pytest.fixture

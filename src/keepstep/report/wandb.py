@@ -39,6 +39,8 @@ class WeightsAndBiases:
         self._tell = tell
         self._id = run.store.run_id
         self._run: Any = None
+        self._row = 0
+        self._lies_over = False
         self._facts: dict[str, Any] = {
             "project": track.project,
             "entity": track.entity or None,
@@ -59,24 +61,29 @@ class WeightsAndBiases:
     def rewind(self, step: int) -> int:
         """Continue the run behind `step`; return the first step that it does not hold."""
         run = self._begun(resume="allow")
+        self._lies_over, self._row = False, 0
         if run.offline:
             return 0
-        held = int(run.step) - 1
+        held = int(run.starting_step) - 1
         if held > step:
             try:
                 self._begun(resume_from=f"{self._id}?_step={step}")
             except wandb.Error as error:
-                self._tell(f"the server does not rewind ({error}): retaken steps lie over the old")
+                self._tell(f"steps that are taken again lie over the others: {str(error).strip()}")
+                self._lies_over = True
                 self._begun(resume="allow")
         return min(held, step) + 1
 
     def write(self, records: Sequence[Record]) -> None:
         """Hand the records to W&B's own process, which keeps them in its file and sends them."""
         for record in records:
-            # W&B drops what goes back behind its newest row, unless the row is a new one.
-            row = record.step if record.step >= self._run.step else None
-            shown = {**record.numbers, "step": record.step, "_timestamp": record.time}
-            self._run.log(shown, step=row)
+            shown = {**record.numbers, "_timestamp": record.time}
+            if self._lies_over:
+                self._run.log({**shown, "step": record.step})
+            else:
+                # W&B takes no row behind its newest: what was committed late is shown there.
+                self._row = max(self._row, record.step)
+                self._run.log({**shown, "step": self._row}, step=self._row)
 
     def close(self, outcome: "Outcome") -> None:
         """Say how the session ended; return when all is sent, TimeoutError after `track.wait`."""
@@ -91,7 +98,7 @@ class WeightsAndBiases:
             run, self._run = self._run, None
             run.finish()
         # Without a key it would ask for one on the terminal of the run.
-        if self._facts["mode"] is None and not wandb.login(prompt=False):
+        if self._facts["mode"] is None and not wandb.login(prompt=False, verify=False):
             raise UsageError("W&B knows no API key: set WANDB_API_KEY, or use `wandb login`")
         self._run = wandb.init(id=self._id, **self._facts, **how)
         self._run.define_metric("step", hidden=True)
