@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
@@ -48,18 +49,22 @@ def test_after_kills_every_tracker_holds_one_run_and_each_step_of_it_once(
     config, untouched, tmp_path
 ):
     """Killed before the first save and behind the second, with steps told that are taken again."""
-    run, own = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    flags = (ALL, "--track.offline=true")
+    run, database = tmp_path / "run", tmp_path / "trackio"
+    flags, own = (ALL,), {"TRACKIO_DIR": str(database)}
     for step in (2, 7):
         acts = (
             {"when": "step", "step": step, "do": "tracked"},
             {"when": "forward", "step": step + 1, "do": "SIGKILL"},
         )
-        assert train(config, run, *flags, acts=acts, **own).returncode == -signal.SIGKILL
+        done = train(config, run, *flags, "--track.offline=true", acts=acts, **own)
+        assert done.returncode == -signal.SIGKILL
         # A kill may leave a torn record.
         newest = max((run / "tensorboard").iterdir())
         newest.write_bytes(newest.read_bytes() + b"\x30\0\0\0\0\0\0\0torn")
-    done = train(config, run, *flags, **own)
+    # A tracker may also lack what comes before the checkpoint.
+    with sqlite3.connect(database / "keepstep.db") as lacking:
+        lacking.execute("DELETE FROM metrics WHERE step > 4")
+    done = train(config, run, *flags, WANDB_MODE="offline", **own)
     assert done.returncode == 0
     assert events(run, "resumed")[-1]["step"] == 6
     assert [e for e in events(run, "notice") if e["word"] == "track"] == []
@@ -71,7 +76,7 @@ def test_after_kills_every_tracker_holds_one_run_and_each_step_of_it_once(
     assert "[train]" in shown["config"][-1][1]
     saved = [(e["step"], e["sequence"]) for e in events(run, "saved")]
     assert shown["checkpoint/sequence"] == saved
-    assert_holds(tracking.trackio(tmp_path / "trackio"), untouched)
+    assert_holds(tracking.trackio(database), untouched)
     run_id, rows = tracking.wandb(run)
     assert_holds(rows, untouched)
     assert rows["step"] == [(step, step) for step in range(1, 11)]
@@ -171,6 +176,8 @@ def test_a_server_that_never_answers_holds_up_neither_a_step_nor_the_end(
         said = time.monotonic()
         assert session.end() == 75
         assert time.monotonic() - said < 10, "the library waited for its server as Python ended"
+    # Nothing is told after the last line.
+    assert session.lines[-1].startswith("stopped  at step 5")
     assert outcome(run)["outcome"] == "stopped"
     left, lack = told(run)
     assert left == "wandb: not done after 1.0 s, and left behind"

@@ -97,8 +97,9 @@ class WeightsAndBiases:
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
+        online = self._facts["mode"] is None and wandb.setup().settings.mode == "online"
         # Without a key it would ask for one on the terminal of the run.
-        if self._facts["mode"] is None and not wandb.login(prompt=False, verify=False):
+        if online and not wandb.login(prompt=False, verify=False):
             raise UsageError("W&B knows no API key: set WANDB_API_KEY, or use `wandb login`")
         self._run = wandb.init(id=self._id, **self._facts, **how)
         self._run.define_metric("step", hidden=True)
