@@ -166,26 +166,30 @@ def silent_server() -> Iterator[str]:
 def test_a_server_that_never_answers_holds_up_neither_a_step_nor_the_end(
     config, untouched, tmp_path, silent_server
 ):
-    """Stopped by a signal: the grace is not spent on the tracker, and the exit code stands."""
+    """Also where the run ends by an error, or has not much time left; the exit code stands."""
     run = tmp_path / "run"
     online = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
-    words = ["train", config, f"--checkpoint.dir={run}", "--track.to=wandb", "--run.grace=20s"]
-    acts = hooks.acting({"when": "forward", "step": 5, "do": "SIGTERM"})
-    with Session(*words, "--track.wait=1s", ACT, extra={**acts, **online}) as session:
-        session.wait_for("stopped  at step 5")
+    words = ["train", config, f"--checkpoint.dir={run}", "--track.to=wandb", "--track.wait=1s"]
+    acts = hooks.acting({"when": "step", "step": 5, "do": "raise"})
+    with Session(*words, ACT, extra={**acts, **online}) as session:
+        session.wait_for("failed at step 5")
         said = time.monotonic()
-        assert session.end() == 75
+        assert session.end() == 1
         assert time.monotonic() - said < 10, "the library waited for its server as Python ended"
-    # Nothing is told after the last line.
-    assert session.lines[-1].startswith("stopped  at step 5")
-    assert outcome(run)["outcome"] == "stopped"
+    assert "ValueError: the hook fails on purpose" in session.output
+    assert outcome(run)["outcome"] == "failed"
     left, lack = told(run)
     assert left == "wandb: not done after 1.0 s, and left behind"
     assert lack == "wandb: holds no step after 0; the same command supplies the others"
     # Of the grace at least half is for the outcome, whatever `track.wait` is.
-    act, short = {"when": "forward", "step": 8, "do": "SIGTERM"}, ("--run.grace=8s",)
-    flags = ("--track.to=wandb", "--track.wait=60s", *short)
-    assert train(config, run, *flags, acts=[act], **online).returncode == 75
+    act = {"when": "forward", "step": 8, "do": "SIGTERM"}
+    flags = ("--track.to=wandb", "--track.wait=60s", "--run.grace=8s")
+    began = time.monotonic()
+    done = train(config, run, *flags, acts=[act], **online)
+    assert done.returncode == 75
+    assert time.monotonic() - began < 40
+    # Nothing is told after the last line.
+    assert done.stdout.splitlines()[-1].startswith("stopped  at step 8")
     assert outcome(run)["step"] == 8
     assert losses(run) == losses(untouched)[:8]
     waited = re.fullmatch("wandb: not done after ([0-9.]+) s, and left behind", told(run)[2])
