@@ -49,14 +49,8 @@ class WeightsAndBiases:
             "mode": "offline" if track.offline else None,
             "dir": str(folder),
             "config": dataclasses.asdict(run.config),
-            # Its own words would stand between those of the run.
-            "settings": wandb.Settings(
-                console="off",
-                silent=True,
-                finish_timeout=seconds(track.wait),
-                finish_timeout_raises=True,
-            ),
         }
+        self._wait_seconds = seconds(track.wait)
 
     def rewind(self, step: int) -> int:
         """Continue the run behind `step`; return the first step that it does not hold."""
@@ -101,7 +95,14 @@ class WeightsAndBiases:
         # Without a key it would ask for one on the terminal of the run.
         if online and not wandb.login(prompt=False, verify=False):
             raise UsageError("W&B knows no API key: set WANDB_API_KEY, or use `wandb login`")
-        self._run = wandb.init(id=self._id, **self._facts, **how)
+        # Made anew, as wandb.init writes into them. Its own words would stand between the run's.
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            finish_timeout=self._wait_seconds,
+            finish_timeout_raises=True,
+        )
+        self._run = wandb.init(id=self._id, settings=settings, **self._facts, **how)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         return self._run
