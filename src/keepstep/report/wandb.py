@@ -91,6 +91,9 @@ class WeightsAndBiases:
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
+        else:
+            # W&B's process takes the id of a run that it could not begin for one that is open.
+            wandb.teardown()
         online = self._facts["mode"] is None and wandb.setup().settings.mode == "online"
         # Without a key it would ask for one on the terminal of the run.
         if online and not wandb.login(prompt=False, verify=False):
