@@ -5,9 +5,10 @@ build, start, forward, evaluating, step, evaluated, snapshot, committed, rewound
 Python itself ends); `step` is the step that is being taken or was just taken; `do` is a signal's
 name (several with a `+`; PAUSE waits, GROUP_SIGTERM goes to the group), or one of nan, nan_loss,
 inf_weight, raise, exit, unhealthy, stop, save, late (takes until the run's time is nearly over),
-due (until a save is due by the clock). With `rank` only that rank acts, and with `samples`, in the
-place of `step`, at the batch that begins (or, when it was taken, ends) at that position. `once` is
-for the first time in a process.
+due (until a save is due by the clock), tracked (until every tracker holds the
+step). With `rank` only that rank acts, and with `samples`, in the place of `step`, at the batch
+that begins (or, when it was taken, ends) at that position. `once` is for the first time in a
+process.
 """
 
 import atexit
@@ -15,12 +16,14 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from keepstep.errors import Unhealthy
+from keepstep.report.trackers import Follower
 
 CONFIG = "tests.helpers.hooks:Act"
 
@@ -135,6 +138,8 @@ def _do(run: Any, what: str) -> None:
             weight = next(run.position.model.parameters())
             part = getattr(weight, "_local_tensor", weight).detach()
             part.view(-1)[-1] = float("inf")
+        case "tracked":
+            _wait_until_tracked(run.position.counters.step)
         case signals:
             for name in signals.split("+"):
                 if name == "PAUSE":
@@ -184,3 +189,13 @@ class FreezeAllButTheHead:
     def on_run_start(self, run: Any) -> None:
         for name, parameter in run.position.model.named_parameters():
             parameter.requires_grad_("lm_head" in name)
+
+
+def _wait_until_tracked(step: int) -> None:
+    followers = [thread for thread in threading.enumerate() if isinstance(thread, Follower)]
+    assert followers
+    deadline = time.monotonic() + 60
+    while any(follower.written < step for follower in followers):
+        assert time.monotonic() < deadline, followers
+        # A thread tells nobody what it has written: it is looked at.
+        threading.Event().wait(0.01)

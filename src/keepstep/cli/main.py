@@ -10,10 +10,12 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 
 from keepstep import __version__
+from keepstep.distributed.leave import ended, must_leave
 from keepstep.errors import KeepstepError, UsageError, room_by_prune, way_out
 
 _OVERVIEW = """\
@@ -37,7 +39,17 @@ commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command; return the exit code, or leave with it at once if a thread hangs."""
+    try:
+        return ended(_answered(argv))
+    except Exception:
+        if must_leave():
+            traceback.print_exc()
+            ended(1)
+        raise
+
+
+def _answered(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _fill_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):

@@ -35,9 +35,11 @@ def run_train(argv: Sequence[str]) -> int:
         stop.set_grace(seconds(config.run.grace))
 
         from keepstep.report.console import Console
+        from keepstep.report.trackers import Trackers
         from keepstep.train import train
 
-        hooks = [Console(quiet="--quiet" in argv)]
+        # The console comes last: nothing is told after its last line.
+        hooks = [Trackers(), Console(quiet="--quiet" in argv)]
         return train(config, stop=stop, hooks=hooks).exit_code
 
 

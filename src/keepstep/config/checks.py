@@ -6,11 +6,12 @@ from typing import Any
 
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.quantities import seconds
-from keepstep.config.schema import SCHEDULE_FREE, Config
+from keepstep.config.schema import SCHEDULE_FREE, TRACKERS, Config
 from keepstep.config.strategies import strategy_names
 
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://[^@?#\s]+")
+_PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NAME_BYTES_MAX = 255
 _YEAR_SECONDS = 366 * 86400
 _Found = Iterator[tuple[str, str]]
@@ -18,12 +19,12 @@ _Found = Iterator[tuple[str, str]]
 
 def cross_checks(config: Config) -> list[Problem]:
     """Return everything that cannot be meant, each at the path where it is to be mended."""
-    return _problems(config, [_ranges, _names, _hooks, _train, _schedule, _checkpoint])
+    return _problems(config, [_ranges, _names, _hooks, _track, _train, _schedule, _checkpoint])
 
 
 def single_checks(config: Config) -> list[Problem]:
     """Return what of single fields cannot be meant, whatever the others are."""
-    return _problems(config, [_ranges, _names, _hooks])
+    return _problems(config, [_ranges, _names, _hooks, _track])
 
 
 def _problems(config: Config, checks: list[Callable[[Config], _Found]]) -> list[Problem]:
@@ -198,7 +199,8 @@ def _names(config: Config) -> _Found:
         yield "run.name", message
     if len(name.encode("utf-8", "surrogatepass")) > _NAME_BYTES_MAX:
         yield "run.name", f"must be at most {_NAME_BYTES_MAX} bytes long: a folder is named so"
-    for path, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+    for section in ("run", "checkpoint", "track"):
+        path, folder = f"{section}.dir", getattr(config, section).dir
         if not folder.isprintable():
             yield path, f"must be the name of a folder, not {folder!r}"
     for path, duration in (
@@ -215,3 +217,17 @@ def _hooks(config: Config) -> _Found:
     for name in config.run.hooks:
         if not _HOOK.fullmatch(name):
             yield "run.hooks", f"{name!r} is not of the form module:Class"
+
+
+def _track(config: Config) -> _Found:
+    track = config.track
+    for number, name in enumerate(track.to):
+        if name not in TRACKERS:
+            known = " or ".join(TRACKERS)
+            yield "track.to", f"must name {known}, not {name!r}{suggestion(name, list(TRACKERS))}"
+        if name in track.to[:number]:
+            yield "track.to", f"names {name!r} twice"
+    if not _PROJECT.fullmatch(track.project):
+        yield "track.project", f"must be letters, digits, `.`, `_` and `-`, not {track.project!r}"
+    if not 0 < seconds(track.wait) <= _YEAR_SECONDS:
+        yield "track.wait", f"must be more than 0 and at most a year, not {track.wait!r}"

@@ -22,6 +22,11 @@ def run_folder(config: Config) -> Path:
     return Path("runs") / config.run.name
 
 
+def track_folder(config: Config) -> Path:
+    """Return the folder in which trackers keep files of their own."""
+    return Path(config.track.dir).expanduser() if config.track.dir else run_folder(config)
+
+
 def checkpoint_folder(config: Config) -> Path:
     """Return the folder of the checkpoints; the run's own where only that one was given."""
     if config.checkpoint.dir:

@@ -13,6 +13,8 @@ from keepstep.config.quantities import Duration, DurationOrNone, StepOrWord
 
 MUST_MATCH = "must_match"
 SCHEDULE_FREE = "schedulefree_adamw"
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""What `track.to` may name; each is also the name of its package."""
 
 
 def must_match(default: Any = ...) -> Any:
@@ -219,6 +221,27 @@ class NonfiniteConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    """Where else the numbers of the journal go, for people to look at."""
+
+    to: tuple[str, ...] = ()
+    """Trackers: tensorboard, wandb, trackio. They need `pip install keepstep[trackers]`."""
+    project: str = "keepstep"
+    """W&B and trackio: project that the run belongs to; there it has the name `run.name`."""
+    entity: str = ""
+    """W&B: user or team. Empty: the one that W&B takes by itself."""
+    group: str = ""
+    """W&B: group of runs that it shows as one."""
+    offline: bool = False
+    """W&B: keep all in `track.dir`, for `wandb sync` to send; WANDB_MODE=offline does so too."""
+    dir: str = ""
+    """Folder of the files of TensorBoard and W&B, this run's own. Empty: the run's folder."""
+    wait: Duration = "15s"
+    """Time that trackers have at the end of the run for what they have not written yet; half of
+    what is left of `run.grace` at the most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """What a run is told. A task's config adds its own sections."""
 
@@ -232,3 +255,4 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()
     distributed: DistributedConfig = DistributedConfig()
+    track: TrackConfig = TrackConfig()

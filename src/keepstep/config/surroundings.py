@@ -16,7 +16,7 @@ from pathlib import Path
 
 from keepstep.config.explain import Problem, suggestion
 from keepstep.config.resolved import checkpoint_folder, run_folder
-from keepstep.config.schema import SCHEDULE_FREE, Config
+from keepstep.config.schema import SCHEDULE_FREE, TRACKERS, Config
 
 _NAME_BYTES_MAX = 255
 _TOO_LONG = f"a name in it is longer than {_NAME_BYTES_MAX} bytes"
@@ -26,7 +26,8 @@ _NO_CUDA_BUILD = re.compile(r"^cuda\b[^=]*= None$.*^hip\b[^=]*= None$", re.M | r
 
 def look_around(config: Config) -> list[Problem]:
     """Return what of the machine does not fit a config, each at the path that names it."""
-    found = [*_folders(config), *_hooks(config), *_optimizer(config), *_device(config)]
+    looks = (_folders, _hooks, _optimizer, _trackers, _device)
+    found = [problem for look in looks for problem in look(config)]
     return [Problem(path=path, message=message) for path, message in found]
 
 
@@ -138,6 +139,20 @@ def _optimizer(config: Config) -> Iterator[tuple[str, str]]:
             f"{config.optimizer.name!r} needs the package {package}, which is not installed:"
             " pip install keepstep[optim]",
         )
+
+
+def _trackers(config: Config) -> Iterator[tuple[str, str]]:
+    for name in config.track.to:
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            yield (
+                "track.to",
+                f"{name!r} needs the package {name}, which is not installed:"
+                " pip install keepstep[trackers]",
+            )
+    if config.track.to and config.track.dir:
+        fault = folder_fault(Path(config.track.dir).expanduser())
+        if fault:
+            yield "track.dir", fault
 
 
 def _device(config: Config) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The way out of a process that cannot be ended in order.
+"""The ways out of a process that cannot be ended in order.
 
 Nothing is cleaned up, and nothing needs to be: a checkpoint is complete or invisible at every
 instant.
@@ -6,10 +6,12 @@ instant.
 
 import contextlib
 import os
+import sys
 import threading
 from typing import NoReturn
 
 _LAST_LINE_SECONDS = 0.5
+_left_behind = threading.Event()
 
 
 def leave(code: int, words: str) -> NoReturn:
@@ -27,3 +29,27 @@ def _say(words: str) -> None:
     # The terminal is gone, and the exit code says it too.
     with contextlib.suppress(OSError):
         os.write(2, (words + "\n").encode())
+
+
+def leave_behind() -> None:
+    """Note that a thread may never end: nothing waits for it at the end of the process."""
+    _left_behind.set()
+
+
+def must_leave() -> bool:
+    """Tell whether a thread was left behind."""
+    return _left_behind.is_set()
+
+
+def ended(code: int) -> int:
+    """Return `code`; where a thread was left behind, end the process with it instead.
+
+    As Python ends, the library of such a thread would wait for it: W&B's does for minutes.
+    """
+    if must_leave():
+        # The terminal may be gone, and the exit code says it too.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    return code

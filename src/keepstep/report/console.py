@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _WORD_WIDTH = 9
 _STEPS_OF_THE_RATE = 100
 """The speed shown is that of the last so many steps: a stall or the start do not stay in it."""
-_WORDS_SHOWN_WHEN_QUIET = frozenset({"resume", "rollback", "store", "config", "hooks", "grace"})
+_WORDS_SHOWN_WHEN_QUIET = frozenset(
+    {"resume", "rollback", "store", "config", "hooks", "grace", "track"}
+)
 
 
 class Console:

@@ -46,7 +46,8 @@ class Hook:
     def on_rewound(self, run: "Run", step: int) -> None:
         """The run goes on from `step`, and the journal ends there: a resume, or a rollback.
 
-        What was heard of later steps is void. In a resume this comes before `on_run_start`.
+        What was heard of later steps is void. In a resume this comes before `on_run_start`, also
+        where a session that left no checkpoint is begun anew.
         """
 
     def on_run_end(self, run: "Run", outcome: "Outcome") -> None:

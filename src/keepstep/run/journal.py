@@ -24,6 +24,7 @@ from keepstep.store.handles import AppendFile
 from keepstep.store.regular import opened
 
 _BLOCK_BYTES = 1 << 20
+_PART_BYTES = 1 << 16
 _OF_A_STEP = frozenset({"step", "evaluation", "saved"})
 
 
@@ -156,6 +157,40 @@ def _backwards(path: Path) -> Iterator[dict[str, Any]]:
                 event = _parsed(line)
                 if event is not None:
                     yield event
+
+
+def near(path: Path, step: int) -> int:
+    """Return a byte of a journal shortly before the line of `step`, or before its end.
+
+    Found by halving, as steps only grow: a long journal is not read through.
+    """
+    with opened(path) as file:
+        low, high = 0, file.seek(0, os.SEEK_END)
+        while high - low > _PART_BYTES:
+            file.seek((low + high) // 2)
+            file.readline()
+            start = file.tell()
+            events = (_parsed(line) for line in file)
+            steps = (event["step"] for event in events if event and event["kind"] == "step")
+            if next(steps, step) < step:
+                low = start
+            else:
+                high = (low + high) // 2
+        return low
+
+
+def events_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
+    """Return some of the events from byte `start` on, and the byte at which the next begin.
+
+    Not all at once: a long journal is read part by part. A line that is still being written, or a
+    torn one at the end, is not passed yet.
+    """
+    with opened(path) as file:
+        file.seek(start)
+        data = file.read(_PART_BYTES) + file.readline()
+    end = data.rfind(b"\n") + 1
+    found = (_parsed(line) for line in data[:end].splitlines(keepends=True))
+    return [event for event in found if event is not None], start + end
 
 
 def _split_behind(path: Path, step: int) -> tuple[int, bytes]:

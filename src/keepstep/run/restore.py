@@ -40,6 +40,8 @@ def restore_newest(task: "Task", state: TrainingState, run: Run) -> None:
     _tell_changes(run, optimizer=optimizer, environment=changes)
     run.begin()
     _tell(restored, run, taken_back=gone)
+    if restored is not None or gone:
+        run.hooks.call("on_rewound", run, state.counters.step)
 
 
 def take_up(
@@ -77,7 +79,6 @@ def take_up(
         followed = first(run.group.ranks, "rollback", last_rollback)
         if followed is not None:
             counters.samples, counters.rollbacks = followed["samples"], followed["rollbacks"]
-    run.hooks.call("on_rewound", run, counters.step)
     return optimizer, changes, gone
 
 

@@ -52,6 +52,7 @@ def roll_back(outcome: Outcome, state: TrainingState, run: Run) -> Outcome | Non
         "reason": outcome.reason,
     }
     take_up(restored, state, run, rollback=facts)
+    run.hooks.call("on_rewound", run, manifest.step)
     factor = nonfinite.rollback_rate_factor**number
     rate = f", rate x{factor:g}" if factor != 1 else ""
     run.hooks.call(

@@ -150,7 +150,7 @@ class Run:
     def _begin_folder(self) -> None:
         sweep(self.folder, self.disk, partial(tell_of_store, self))
         self.disk.replace_file(self.folder / RUN_TOML, dump_toml(self.config).encode())
-        # With the id that the first checkpoint will have: a kill after it leaves no other one here.
+        # With the id that the first checkpoint will have: a kill must not make two runs of one.
         self.begun = True
         self._write_outcome({"outcome": "running", "pid": os.getpid(), "since": time.time()})
         self.journal.write("session", pid=os.getpid(), environment=dict(self.environment))

@@ -177,15 +177,15 @@ class Store:
         chosen one's line is moved to `aside/`: never deleted, never chosen. What a dead session
         left is swept away, and all of that only when the folder is known to be this run's.
         Raises CheckpointDamaged where none is whole, OtherRun where `must_match` or `run_id` (of
-        an earlier session, if known) differs, NotFound for a step that is not there, UsageError
-        for "fresh" in a folder that holds checkpoints.
+        an earlier session) differs, NotFound for a missing step, UsageError for a "fresh" too late.
 
-        ``like(name, shape)``: the tensor like which a saved one is to be sharded, or None for a
-        whole one. Each rank reads its own regions only.
+        ``like(name, shape)``: what to shard it like; None: it is whole. A rank reads its own part.
         """
         self._join()
         self._ranks.meet("restore")
         self.open()
+        # Also where that session left no checkpoint: it is the same run.
+        self._line.run_id = run_id if run_id and choice != "fresh" else self.run_id
         found = resume.find(
             self.folder,
             choice,
