@@ -30,6 +30,9 @@ SMALL = (
     "--model.hidden_size=12", "--model.intermediate_size=22",
 )  # fmt: skip
 BFLOAT16 = ("--train.precision=bfloat16", "--model.tie_word_embeddings=true")
+NO_EVAL = "--evaluation.at_end=false"
+# A run of a step or two has no room for one.
+NO_WARM_UP = "--schedule.warmup_steps=0"
 ACT = f"--run.hooks=['{hooks.CONFIG}']"
 
 
@@ -117,10 +120,15 @@ def test_ranks_without_a_place_in_the_tree_are_refused_on_all(config, tmp_path, 
 def test_four_then_two_then_eight_ranks_see_each_sample_once_an_epoch(config, tmp_path):
     """In the order of one rank, whatever the micro-batches and the workers."""
     recording = f"--run.hooks=['{hooks.__name__}:RecordSamples']"
-    flags = ("--train.global_batch=16", "--data.sequence_length=128", recording)
+    flags = (
+        "--train.global_batch=24",
+        "--data.sequence_length=128",
+        recording,
+        NO_WARM_UP,
+        NO_EVAL,
+    )
     sessions = (
-        # A schedule of one step has no room for a warm-up.
-        (4, 1, ("--schedule.warmup_steps=0", "--train.micro_batch=0", "--data.workers=0")),
+        (4, 1, ("--train.micro_batch=0", "--data.workers=0")),
         (2, 2, ("--train.micro_batch=4", "--data.workers=1")),
         (8, 3, ("--train.micro_batch=1", "--data.workers=0")),
     )
@@ -136,9 +144,9 @@ def test_four_then_two_then_eight_ranks_see_each_sample_once_an_epoch(config, tm
     task = LanguageTask(load_task_config(tmp_path / RUN_TOML, []).config, DataShare())
     tokens = np.asarray(task.tokens.parts["train"])
     count = (len(tokens) - 1) // 128
-    assert count < 3 * 16, "an epoch ends within these steps"
-    order = sample_indices(3, np.arange(3 * 16), count)
+    assert count < 3 * 24, "an epoch ends within these steps"
+    order = sample_indices(3, np.arange(3 * 24), count)
     assert sorted(order[:count]) == list(range(count))
     for step in range(3):
-        wanted = [tokens[s * 128 : s * 128 + 128].tolist() for s in order[16 * step :][:16]]
+        wanted = [tokens[s * 128 : s * 128 + 128].tolist() for s in order[24 * step :][:24]]
         assert sorted(seen[step]) == sorted(wanted), step
