@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/reduction.py [--turns 10] [--optimizer.name=muon ...]
 
 Steps with and without it, of the model of `configs/language/debug.toml` in eight micro-batches,
-take turns in the same two processes. The memory is the largest that a process of a larger model ever
-had, after two steps, each side in processes of its own.
+take turns in the same two processes. The memory is the most that a process of a larger model ever
+had, over two steps, each side in processes of its own.
 """
 
 import argparse
