@@ -37,9 +37,12 @@ def initial_state(task: Task, run: Run) -> TrainingState:
     seed_everything(run.config.run.seed, "init", 0, 0)
     model = task.build_model()
     model.train()
-    shard_model(model, run.layout, bfloat16=run.config.train.precision == "bfloat16")
+    config = run.config.train
+    ordered = config.deterministic_reduction
+    shard_model(model, run.layout, bfloat16=config.precision == "bfloat16", ordered=ordered)
     model.to(run.device)
-    if run.config.train.compile:
+    if config.compile:
         # In place, so that the names of the parameters stay what they are in the checkpoint.
         model.compile()
-    return TrainingState(model=model, optimizer=build_optimizer(run.config.optimizer, model))
+    optimizer = build_optimizer(run.config.optimizer, model, ordered=ordered)
+    return TrainingState(model=model, optimizer=optimizer)

@@ -199,3 +199,19 @@ def _wait_until_tracked(step: int) -> None:
         assert time.monotonic() < deadline, followers
         # A thread tells nobody what it has written: it is looked at.
         threading.Event().wait(0.01)
+
+
+class RecordSamples:
+    """Writes what each forward pass of training is given into a file of its rank, one a line."""
+
+    def on_run_start(self, run: Any) -> None:
+        counters = run.position.counters
+        path = run.folder / f"samples-{run.group.world_size}-{run.group.rank}.jsonl"
+
+        def on_forward(module: torch.nn.Module, _args: Any, words: Any) -> None:
+            if module.training:
+                with path.open("a") as file:
+                    samples = words["input_ids"].tolist()
+                    file.write(json.dumps({"step": counters.step, "samples": samples}) + "\n")
+
+        run.position.model.register_forward_pre_hook(on_forward, with_kwargs=True)

@@ -88,11 +88,28 @@ def _train(config: Config) -> _Found:
             "train.micro_batch",
             f"{train.micro_batch} does not divide train.global_batch ({train.global_batch})",
         )
+    if train.deterministic_reduction:
+        yield from _reduction(config)
     if config.optimizer.name == SCHEDULE_FREE and config.optimizer.beta1 == 0:
         yield "optimizer.beta1", f"must be greater than 0 for {SCHEDULE_FREE}, which divides by it"
     nesterov_needs = config.optimizer.name == "sgd" and config.optimizer.nesterov
     if nesterov_needs and config.optimizer.momentum == 0:
         yield "optimizer.nesterov", "needs a momentum greater than 0; set it to false"
+
+
+def _reduction(config: Config) -> _Found:
+    """What rounds otherwise on other ranks cannot be had with a fixed order of sums."""
+    needs = "train.deterministic_reduction needs"
+    if config.train.micro_batch == 0:
+        yield "train.micro_batch", f"{needs} a size that does not depend on the ranks, not 0"
+    if not config.train.deterministic:
+        yield "train.deterministic", f"{needs} deterministic kernels; leave it on"
+    if config.train.compile:
+        yield "train.compile", f"{needs} kernels that are the same on any ranks; turn it off"
+    if config.distributed.tp > 1:
+        yield "distributed.tp", f"{needs} whole matrices; leave it at 1"
+    if config.distributed.dp_replicate > 2:
+        yield "distributed.dp_replicate", f"{needs} at most 2 groups, whose sum has no order"
 
 
 def _schedule(config: Config) -> _Found:

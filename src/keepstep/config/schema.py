@@ -63,6 +63,9 @@ class TrainConfig:
     """Recompute activations in the backward pass to save memory."""
     deterministic: bool = True
     """Use only deterministic kernels, without which a resumed run is not exact on a GPU."""
+    deterministic_reduction: bool = False
+    """Sum gradients, losses and norms in one order, so that 1, 2, 4, ... ranks give the same bits;
+    needs `micro_batch`, and costs time. `distributed.dp_replicate` is 2 at most."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes CUDA where there is one."""
     log_interval: int = 10

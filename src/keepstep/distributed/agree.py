@@ -39,20 +39,26 @@ class StepFacts:
     """A save could not end within the grace (on any rank)."""
     loss: float = 0.0
     """The loss of this rank's part of the batch; afterwards the mean over all ranks."""
+    losses: tuple[float, ...] = ()
+    """Where the order counts: the loss of each micro-batch of the global batch, 0 in the places of
+    other ranks. Afterwards those of all, and `loss` is their mean."""
 
 
 def agree(group: "Group", facts: StepFacts) -> StepFacts:
     """Return the facts that hold on any rank, and the mean of the losses."""
     if group.world_size == 1:
         return facts
-    sums = group.sum([facts.nonfinite, facts.stop, facts.save, facts.busy, facts.late, facts.loss])
+    flags = [facts.nonfinite, facts.stop, facts.save, facts.busy, facts.late]
+    sums = group.sum([*flags, facts.loss, *facts.losses])
+    losses = sums[6:]
     return StepFacts(
         nonfinite=sums[0] > 0,
         stop=sums[1] > 0,
         save=sums[2] > 0,
         busy=sums[3] > 0,
         late=sums[4] > 0,
-        loss=sums[5] / group.world_size,
+        loss=sum(losses) / len(losses) if losses else sums[5] / group.world_size,
+        losses=tuple(losses),
     )
 
 

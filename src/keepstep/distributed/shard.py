@@ -11,18 +11,28 @@ import torch
 from keepstep.distributed.mesh import Layout
 
 
-def shard_model(model: torch.nn.Module, layout: Layout, *, bfloat16: bool) -> None:
-    """Shard every parameter of `model` in place over the layout's mesh; nothing on one rank."""
+def shard_model(
+    model: torch.nn.Module, layout: Layout, *, bfloat16: bool, ordered: bool = False
+) -> None:
+    """Shard every parameter of `model` in place over the layout's mesh; nothing on one rank.
+
+    ``ordered``: sum gradients in an order that does not depend on the ranks (see `ordered.py`), and
+    gather weights in float32, which are rounded where one rank would round them.
+    """
     if layout.mesh is None:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32
+        param_dtype=torch.bfloat16 if bfloat16 and not ordered else None, reduce_dtype=torch.float32
     )
     for block in blocks_of(model):
         fully_shard(block, mesh=layout.mesh, mp_policy=policy)
     fully_shard(model, mesh=layout.mesh, mp_policy=policy)
+    if ordered:
+        from keepstep.distributed.ordered import reduce_in_order
+
+        reduce_in_order(model)
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -16,6 +16,7 @@ import torch
 
 from keepstep.config.schema import SCHEDULE_FREE, OptimizerConfig
 from keepstep.errors import CheckpointDamaged, UsageError
+from keepstep.optim.ordered import Muon, round_alike
 from keepstep.state.optimizer_state import (
     groups_to_come,
     hyperparameters_of,
@@ -183,8 +184,22 @@ class Optimizer:
         return {**kept, "parameters": [self._names[id(p)] for p in group["params"]]}
 
 
-def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
-    """Return the optimizer that a config names, over every parameter that wants gradients."""
+def build_optimizer(
+    config: OptimizerConfig, model: torch.nn.Module, *, ordered: bool = False
+) -> Optimizer:
+    """Return the optimizer that a config names, over every parameter that wants gradients.
+
+    ``ordered``: have it round alike on any number of ranks (see `ordered.py`).
+    """
+    parts = _parts(config, model, muon=Muon if ordered else torch.optim.Muon)
+    if ordered:
+        round_alike(parts.values())
+    return Optimizer(parts, model=model)
+
+
+def _parts(
+    config: OptimizerConfig, model: torch.nn.Module, *, muon: type[torch.optim.Muon]
+) -> dict[str, torch.optim.Optimizer]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise UsageError("no parameter of the model wants a gradient: there is nothing to train")
@@ -195,7 +210,7 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
         rest = [p for _, p in named if id(p) not in chosen]
         parts: dict[str, torch.optim.Optimizer] = {}
         if matrices:
-            parts["muon"] = torch.optim.Muon(
+            parts["muon"] = muon(
                 matrices,
                 lr=config.rate,
                 weight_decay=config.weight_decay,
@@ -204,7 +219,7 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
             )
         if rest:
             parts["adamw"] = _adamw(config, rest, rate=config.adamw_rate)
-        return Optimizer(parts, model=model)
+        return parts
     parameters = [p for _, p in named]
     if config.name == "sgd":
         sgd = torch.optim.SGD(
@@ -213,10 +228,10 @@ def build_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimize
             momentum=config.momentum,
             nesterov=config.nesterov,
         )
-        return Optimizer({"sgd": sgd}, model=model)
+        return {"sgd": sgd}
     if config.name in ("lion", SCHEDULE_FREE):
-        return Optimizer({config.name: _of_a_library(config, parameters)}, model=model)
-    return Optimizer({"adamw": _adamw(config, parameters, rate=config.rate)}, model=model)
+        return {config.name: _of_a_library(config, parameters)}
+    return {"adamw": _adamw(config, parameters, rate=config.rate)}
 
 
 def _adamw(

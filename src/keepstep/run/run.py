@@ -27,6 +27,7 @@ from keepstep.config.resolved import (
 from keepstep.config.schema import Config
 from keepstep.distributed.group import Group, open_group
 from keepstep.distributed.mesh import lay_out
+from keepstep.distributed.ordered import require_order
 from keepstep.errors import CheckpointDamaged, KeepstepError, NotFinite, UsageError
 from keepstep.optim.schedule import build_schedule
 from keepstep.run.clock import SAVES_KEPT, Clock
@@ -73,6 +74,8 @@ class Run:
             world_size=group.world_size,
             device=self.device.type,
         )
+        if config.train.deterministic_reduction:
+            require_order(config, self.layout)
         self.hooks = Hooks([*hooks, *load_hooks(config.run.hooks)], is_first=group.is_first)
         self.identity = must_match(config)
         self.disk = Disk()

@@ -16,7 +16,9 @@ class Batch:
     """One global batch, as the micro-batches that this rank takes in order.
 
     ``samples`` and ``tokens`` count the whole global batch, over all ranks.
-    Micro-batches are all of the same size, so their losses are averaged with equal weights.
+    Micro-batches are all of the same size, so their losses are averaged with equal weights. The
+    n-th here is the one at place `n * count + index` of the global batch (see `DataShare`), so what
+    stands in each place does not depend on the number of ranks.
     """
 
     micro_batches: tuple[Any, ...]
@@ -26,9 +28,10 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class DataShare:
-    """Which part of each global batch this rank takes: part `index` of `count` equal ones.
+    """Which part of each global batch this rank takes: of `count` micro-batches, the `index`-th.
 
-    ``sum`` adds lists of numbers over the ranks, for metrics over all of them.
+    ``sum`` adds lists of numbers over the ranks, for metrics over all of them. Where each
+    micro-batch has a place of its own in such a list, no rounding depends on the ranks.
     """
 
     index: int = 0

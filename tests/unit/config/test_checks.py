@@ -165,3 +165,18 @@ def test_schedulefree_wants_a_constant_schedule_and_a_beta1():
     assert paths(changed(**constant)) == set()
     assert paths(changed(**constant, optimizer__beta1=0.0)) == {"optimizer.beta1"}
     assert paths(changed(optimizer__beta1=0.0)) == set()
+
+
+def test_an_order_that_no_rank_changes_needs_what_is_the_same_on_all():
+    ordered = {"train__deterministic_reduction": True}
+    assert paths(changed(**ordered)) == {"train.micro_batch"}
+    ordered["train__micro_batch"] = 4
+    assert paths(changed(**ordered, distributed__dp_replicate=2)) == set()
+    for path, value in (
+        ("train__deterministic", False),
+        ("train__compile", True),
+        ("distributed__tp", 2),
+        ("distributed__dp_replicate", 3),
+    ):
+        assert paths(changed(**ordered, **{path: value})) == {path.replace("__", ".")}
+        assert paths(changed(**{path: value})) == set()

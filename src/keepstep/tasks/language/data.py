@@ -77,27 +77,27 @@ class Windows:
 class BatchDataset(Dataset[np.ndarray | DataError]):
     """The n-th batch behind a position, by n; batches begin `stride` samples after one another.
 
+    ``places``: which samples of a batch are taken, counted from its first.
     An error is returned, not raised: a loader that raises buries it in a worker's traceback.
     """
 
     def __init__(
-        self, windows: Windows, *, seed: int, position: int, batch: int, stride: int
+        self, windows: Windows, *, seed: int, position: int, places: np.ndarray, stride: int
     ) -> None:
         self._windows = windows
         self._seed = seed
         self._position = position
-        self._batch = batch
+        self._places = places
         self._stride = stride
 
     def __getitem__(self, number: int) -> np.ndarray | DataError:
-        """Return the samples of a batch, int64 of the shape (batch, length + 1).
+        """Return the samples of a batch, int64 of the shape (len(places), length + 1).
 
         An array and no tensor: a worker sends an array through its pipe. For a tensor the run
         would have to ask the worker for a file descriptor, a handshake of several turns in which
         a step waits for a process that its own threads keep from running, and that can fail.
         """
-        start = self._position + number * self._stride
-        positions = np.arange(start, start + self._batch, dtype=np.int64)
+        positions = self._position + number * self._stride + self._places
         try:
             chosen = sample_indices(self._seed, positions, len(self._windows))
             return self._windows.take(chosen).numpy()

@@ -28,7 +28,13 @@ class LanguageTask:
     def __init__(self, config: LanguageConfig, share: DataShare = _ALL) -> None:
         self._config = config
         self._share = share
-        self._samples_here = _samples_of_a_rank(config, share)
+        samples = _samples_of_a_rank(config, share)
+        self._micro_batch = config.train.micro_batch or samples
+        # Of the global batch's micro-batches, each `share.count`-th is this rank's.
+        taken = np.arange(0, config.train.global_batch, self._micro_batch)[
+            share.index :: share.count
+        ]
+        self._places = (taken[:, None] + np.arange(self._micro_batch)).ravel()
         self.tokens = open_tokens(data_folder(config.data))
         self._train, self._valid = (
             Windows(
@@ -63,15 +69,15 @@ class LanguageTask:
         dataset = BatchDataset(
             self._train,
             seed=self._config.run.seed,
-            position=position + self._share.index * self._samples_here,
-            batch=self._samples_here,
+            position=position,
+            places=self._places,
             stride=train.global_batch,
         )
         pinned = train.device != "cpu" and torch.cuda.is_available()
         start = "fork" if self._share.count == 1 else "spawn"
         for samples in iterate_batches(dataset, workers=data.workers, pinned=pinned, start=start):
             yield Batch(
-                micro_batches=torch.split(samples, train.micro_batch or self._samples_here),
+                micro_batches=torch.split(samples, self._micro_batch),
                 samples=train.global_batch,
                 tokens=train.global_batch * data.sequence_length,
             )
@@ -88,11 +94,12 @@ class LanguageTask:
     ) -> Mapping[str, float] | None:
         """Return `valid_loss` (nats a token) and `valid_perplexity` over held-out samples."""
         train = self._config.train
-        size, share = train.micro_batch or self._samples_here, self._share
+        size, share = self._micro_batch, self._share
         count = min(self._config.evaluation.batches * train.global_batch, len(self._valid))
         chosen = sample_indices(0, np.arange(count, dtype=np.int64), len(self._valid))
         device = next(model.parameters()).device
-        total, tokens = 0.0, 0
+        # One place for each micro-batch: their sum has one order on any number of ranks.
+        totals = [0.0] * -(-count // size)
         was_training = model.training
         model.eval()
         try:
@@ -101,20 +108,17 @@ class LanguageTask:
                     if stop_requested():
                         return None
                     first = start + share.index * size
-                    mine = chosen[first : min(first + size, start + size * share.count)]
+                    mine = chosen[first : first + size]
                     # A rank without a sample takes one all the same, and does not count it: the
                     # others wait for it in the sharded model's collectives.
                     samples = self._valid.take(mine if len(mine) else chosen[:1]).to(device)
                     logits = model(input_ids=samples[:, :-1], use_cache=False).logits
-                    targets = samples[:, 1:]
-                    loss_here = _cross_entropy(logits, targets).double().item()
-                    counted = targets.numel() if len(mine) else 0
-                    total += loss_here * counted
-                    tokens += counted
+                    if len(mine):
+                        loss_here = _cross_entropy(logits, samples[:, 1:]).double().item()
+                        totals[first // size] = loss_here * len(mine)
         finally:
             model.train(was_training)
-        total, tokens_all = share.sum([total, float(tokens)])
-        loss = total / tokens_all
+        loss = sum(share.sum(totals)) / count
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return dict(zip(METRICS, (loss, perplexity), strict=True))
 
