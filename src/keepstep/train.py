@@ -29,7 +29,12 @@ def train(config: Config, *, stop: StopRequests, hooks: Sequence[object] = ()) -
 def share_of(run: Run) -> DataShare:
     """Return which part of each global batch this rank takes."""
     layout = run.layout
-    return DataShare(index=layout.data_index, count=layout.data_ranks, sum=run.group.sum)
+
+    def over_shares(values: list[float]) -> list[float]:
+        # The ranks of a tensor-parallel group have one share between them, which counts once.
+        return run.group.sum(values if layout.tp_index == 0 else [0.0] * len(values))
+
+    return DataShare(index=layout.data_index, count=layout.data_ranks, sum=over_shares)
 
 
 def initial_state(task: Task, run: Run) -> TrainingState:

@@ -1,4 +1,5 @@
-"""A model over the ranks of a mesh: FSDP2, or HSDP where the mesh has an axis of replicas.
+"""A model over the ranks of a mesh: FSDP2, HSDP where the mesh has an axis of replicas, and below
+them tensor parallel where it has one of those.
 
 Every rank builds the whole initial model from the same random numbers first, so the weights of
 step 0 do not depend on the number of ranks.
@@ -17,12 +18,16 @@ def shard_model(model: torch.nn.Module, layout: Layout, *, bfloat16: bool) -> No
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if layout.tp > 1:
+        from keepstep.distributed.tensor_parallel import split_model
+
+        split_model(model, layout.tp_mesh)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32
     )
     for block in blocks_of(model):
-        fully_shard(block, mesh=layout.mesh, mp_policy=policy)
-    fully_shard(model, mesh=layout.mesh, mp_policy=policy)
+        fully_shard(block, mesh=layout.data_mesh, mp_policy=policy)
+    fully_shard(model, mesh=layout.data_mesh, mp_policy=policy)
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
