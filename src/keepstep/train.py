@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from keepstep.config.schema import Config
-from keepstep.distributed.shard import shard_model
+from keepstep.distributed.shard import before_first_update, shard_model
 from keepstep.optim.optimizer import build_optimizer
 from keepstep.run.loop import settle, step_until_done
 from keepstep.run.outcome import Outcome
@@ -47,4 +47,6 @@ def initial_state(task: Task, run: Run) -> TrainingState:
     if run.config.train.compile:
         # In place, so that the names of the parameters stay what they are in the checkpoint.
         model.compile()
-    return TrainingState(model=model, optimizer=build_optimizer(run.config.optimizer, model))
+    optimizer = build_optimizer(run.config.optimizer, model)
+    optimizer.register_step_pre_hook(before_first_update(model, run.layout, run.group.ranks))
+    return TrainingState(model=model, optimizer=optimizer)

@@ -6,10 +6,12 @@ step 0 do not depend on the number of ranks.
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
 from keepstep.distributed.mesh import Layout
+from keepstep.store.ranks import Ranks
 
 
 def shard_model(model: torch.nn.Module, layout: Layout, *, bfloat16: bool) -> None:
@@ -28,6 +30,22 @@ def shard_model(model: torch.nn.Module, layout: Layout, *, bfloat16: bool) -> No
     for block in blocks_of(model):
         fully_shard(block, mesh=layout.data_mesh, mp_policy=policy)
     fully_shard(model, mesh=layout.data_mesh, mp_policy=policy)
+
+
+def before_first_update(model: torch.nn.Module, layout: Layout, ranks: Ranks) -> Callable[[], None]:
+    """Return what is to be called before each update; at the first it finds a plan that is wrong.
+
+    Raises UsageError on all ranks; see `tensor_parallel.require_same_gradients`.
+    """
+    to_do = [layout.tp_mesh] if layout.tp > 1 else []
+
+    def confirm() -> None:
+        while to_do:
+            from keepstep.distributed.tensor_parallel import require_same_gradients
+
+            require_same_gradients(model, to_do.pop(), ranks)
+
+    return confirm
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

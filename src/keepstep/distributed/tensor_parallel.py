@@ -3,21 +3,24 @@
 Guarantees:
 1. Afterwards every parameter is a DTensor over the group: split where the plan splits it, whole on
    each rank where it does not. One mesh for all is what a gradient norm and a fused update need.
-2. A gradient is that of one rank, to rounding. Of what is whole on each rank it has the same bits
-   on all of them: what only this rank's heads gave is summed over the group first.
+2. A gradient is that of one rank, to rounding. Of what is whole on each rank it is the same on all
+   of them: what only this rank's heads gave is summed over the group first.
 3. A plan, a style or a size that does not fit is a UsageError that names it. Nothing that the plan
-   splits is kept whole instead.
+   splits is kept whole instead. A plan that does not say that a gradient is to be summed is found
+   before the first update: the ranks' copies of that weight would part, and nothing would show it.
 
 The plan is the model's `tp_plan`, as `transformers` writes it: names of modules, with `*` for the
 number of a layer, and names of styles. Activations between modules are plain tensors, so dropout
 on what all ranks hold draws the same numbers on each, and on heads the same for each rank's own.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from keepstep.errors import UsageError
+from keepstep.store.ranks import Ranks, together
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _SPLITS: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -43,7 +47,18 @@ _SPLITS: Mapping[str, Callable[[], ParallelStyle]] = {
 _SUMMED = "replicated_with_grad_allreduce"
 _WHOLE: Mapping[str, Placement] = {"replicate": Replicate(), _SUMMED: Partial()}
 """Its styles of what stays whole, and what a rank's gradient is of that of all."""
+_GATHERED = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"}
+"""Styles of heads: what they return may be what the model returns."""
+_SAME = 0.01
+"""By how much of its largest number a gradient may differ between ranks that hold the same weight:
+far above rounding, far below what another rank's heads give."""
 _INSTEAD = "Leave distributed.tp at 1 (FSDP2 shards any model), or take an architecture whose plan"
+
+# Torch warns of two collectives in a row. Those of a norm are one (see `mesh.py`); the others gather
+# a weight that both axes cut by rows, for Muon, and no sum depends on their order.
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "all_gather" not in record.getMessage()
+)
 
 
 def split_model(model: torch.nn.Module, mesh: Any) -> None:
@@ -56,6 +71,8 @@ def split_model(model: torch.nn.Module, mesh: Any) -> None:
     splits = {name: _SPLITS[style]() for name, style in styles.items() if style in _SPLITS}
     parallelize_module(model, mesh, splits, src_data_rank=None)
     for name, module in model.named_modules():
+        if styles.get(name) in _GATHERED:
+            module.register_forward_hook(_no_view)
         _keep_whole(module, mesh, gradient=_WHOLE.get(styles.get(name, ""), Replicate()))
     _tie_again(model, tied)
     _require_even(model, mesh.size())
@@ -88,6 +105,11 @@ def _styles_of(model: torch.nn.Module) -> dict[str, str]:
     return named
 
 
+def _no_view(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Return a copy: a model of FSDP2 that returns a view loses gradients to an in-place change."""
+    return output.clone()
+
+
 def _keep_whole(module: torch.nn.Module, mesh: Any, *, gradient: Placement) -> None:
     """Make what is not split of a module's own parameters DTensors that are whole on each rank.
 
@@ -112,6 +134,7 @@ def _keep_whole(module: torch.nn.Module, mesh: Any, *, gradient: Placement) -> N
 
     def take_back(module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         module._parameters.update(held)
+        held.clear()
 
     module.register_forward_pre_hook(lend)
     module.register_forward_hook(take_back, always_call=True)
@@ -152,3 +175,26 @@ def _require_even(model: torch.nn.Module, size: int) -> None:
                     hint="Change that size in the section [model] (model.vocab_size may be larger"
                     " than the data's), or distributed.tp.",
                 )
+
+
+def require_same_gradients(model: torch.nn.Module, mesh: Any, ranks: Ranks) -> None:
+    """Refuse, on all `ranks`, a plan by which what is whole has another gradient on each rank."""
+
+    def compare() -> None:
+        for name, parameter in model.named_parameters():
+            gradient: Any = parameter.grad
+            if gradient is None or not gradient.placements[-1].is_replicate():
+                continue
+            # The group's ranks hold the same part of it, so they come to the same answer.
+            least, most = gradient.to_local().clone(), gradient.to_local().clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+            largest = torch.maximum(least.abs(), most.abs())
+            if most.numel() and bool((most - least).max() > _SAME * largest.max()):
+                raise UsageError(
+                    f"distributed.tp: the model's plan leaves {name} whole, and"
+                    " its gradient is another on each rank: it would train as no single rank does",
+                    hint="Leave distributed.tp at 1, and tell the authors of the plan.",
+                )
+
+    together(ranks, "gradients", compare)
