@@ -1,47 +1,62 @@
 """Tensor parallel training through the installed command: exactness, endings, other meshes."""
 
-import re
-from pathlib import Path
+import signal
 
 import pytest
 
+from tests.distributed.test_training_on_ranks import assert_same_as
 from tests.helpers import hooks
-from tests.helpers.command import digests, events, keepstep, losses, outcome, steps
-from tests.helpers.world import World, train_on
+from tests.helpers.command import events, losses, outcome
+from tests.helpers.warm import keepstep
+from tests.helpers.world import train_on
 
 ACT = f"--run.hooks=['{hooks.CONFIG}']"
 MODEL = ("--model.num_key_value_heads=2", "--model.tie_word_embeddings=true")
-TP = (*MODEL, "--distributed.tp=2")
-STILL = "--model.attention_dropout=0.0"
-"""Dropout is drawn by share of the batch and by rank of heads, so it differs by layout."""
+TP = "--distributed.tp=2"
+ALL = (
+    *MODEL, TP, "--train.precision=bfloat16", "--train.activation_checkpointing=true",
+    "--train.micro_batch=2",
+)  # fmt: skip
 
 
-def numbers(run: Path) -> list[float]:
-    """Every loss and gradient norm of the journal, and every metric."""
-    found = [number for _, *pair in losses(run) for number in pair]
-    return found + [n for e in events(run, "evaluation") for n in e["metrics"].values()]
+def stopping(step):
+    return hooks.acting({"when": "step", "step": step - 1, "do": "SIGTERM", "rank": 0})
 
 
-@pytest.fixture(scope="module")
-def alone(config, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    words = (f"--checkpoint.dir={folder}", *MODEL, STILL, "--train.micro_batch=1")
-    assert train_on(1, config, folder, *words) == [0]
-    return folder
+def test_the_mesh_may_change_in_every_session_and_the_losses_are_those_of_one_rank(
+    config, tmp_path
+):
+    """Without dropout, which is drawn by share of the batch and by rank of heads."""
+    words = (*MODEL, "--model.attention_dropout=0.0", "--train.micro_batch=1")
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    assert train_on(1, config, alone, *words) == [0]
+    assert train_on(4, config, run, *words, TP, ACT, extra=stopping(3)) == [75] * 4
+    assert train_on(2, config, run, *words, TP, ACT, extra=stopping(6)) == [75] * 2
+    assert train_on(2, config, run, *words, ACT, extra=stopping(8)) == [75] * 2
+    assert train_on(1, config, run, *words) == [0]
+    assert [event["step"] for event in events(run, "resumed")] == [3, 6, 8]
+    for found, expected in zip(losses(run), losses(alone), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = (
+        [event["metrics"]["valid_loss"] for event in events(folder, "evaluation")]
+        for folder in (run, alone)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("size", "flags"),
-    [
-        (2, ()),
-        (4, ("--train.activation_checkpointing=true",)),
-        (4, ("--distributed.dp_replicate=2",)),
-    ],
-    ids=["1xtp2", "2xtp2", "2 replicas of tp2"],
-)
-def test_the_losses_are_those_of_one_rank_to_rounding(config, alone, tmp_path, size, flags):
-    """Two micro-batches a rank: what is reduced once must not be reduced twice."""
-    words = (*TP, STILL, *flags, f"--train.micro_batch={size // 2 and 1}")
-    assert train_on(size, config, tmp_path, *words) == [0] * size
-    assert numbers(tmp_path) == pytest.approx(numbers(alone), rel=1e-4)
-    assert [s for s, _, _ in losses(tmp_path)] == [s for s, _, _ in losses(alone)]
+def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_that_was_not(config, tmp_path):
+    """In bfloat16, with recomputed activations, dropout and two micro-batches."""
+    reference, run = tmp_path / "reference", tmp_path / "run"
+    assert train_on(2, config, reference, *ALL) == [0, 0]
+    act = {"when": "step", "step": 4, "do": "SIGTERM", "rank": 1}
+    assert train_on(2, config, run, *ALL, ACT, extra=hooks.acting(act)) == [75, 75]
+    assert outcome(run)["reason"] == "SIGTERM"
+    act = {"when": "forward", "step": 8, "do": "SIGKILL"}
+    ended = train_on(2, config, run, *ALL, ACT, extra=hooks.acting(act))
+    assert ended == [-signal.SIGKILL] * 2
+    assert train_on(2, config, run, *ALL) == [0, 0]
+    assert [event["step"] for event in events(run, "resumed")] == [4, 6]
+    assert_same_as(run, reference)
+    # One process reads it whole, and writes text with it.
+    done = keepstep("language", "generate", run, "--prompt", "the", "--max-tokens", 4)
+    assert done.returncode == 0, done.stdout

@@ -190,7 +190,8 @@ class DistributedConfig:
     dp_replicate: int = 1
     """Groups of ranks that each hold the whole model (HSDP)."""
     tp: int = 1
-    """Ranks over which each matrix is split (tensor parallel)."""
+    """Ranks over which each matrix is split (tensor parallel), by the model's plan in transformers.
+    They take the same samples."""
     lost_after: Duration = "8s"
     """Time without a sign of life after which a rank is taken for lost and all others end."""
 

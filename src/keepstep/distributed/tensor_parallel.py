@@ -54,8 +54,8 @@ _SAME = 0.01
 far above rounding, far below what another rank's heads give."""
 _INSTEAD = "Leave distributed.tp at 1 (FSDP2 shards any model), or take an architecture whose plan"
 
-# Torch warns of two collectives in a row. Those of a norm are one (see `mesh.py`); the others gather
-# a weight that both axes cut by rows, for Muon, and no sum depends on their order.
+# Torch warns of two collectives in a row. Those of a norm are one (see `mesh.py`); the others only
+# gather, for Muon, a weight whose rows both axes cut.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: "all_gather" not in record.getMessage()
 )
@@ -130,7 +130,7 @@ def _keep_whole(module: torch.nn.Module, mesh: Any, *, gradient: Placement) -> N
         for name in names:
             held[name] = parameter = module._parameters[name]
             local = parameter.to_local(grad_placements=[gradient])  # type: ignore[union-attr]
-            module._parameters[name] = local  # type: ignore[assignment]
+            module._parameters[name] = local
 
     def take_back(module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         module._parameters.update(held)
@@ -169,9 +169,10 @@ def _require_even(model: torch.nn.Module, size: int) -> None:
     for name, parameter in model.named_parameters():
         for placement in parameter.placements:  # type: ignore[attr-defined]
             if placement.is_shard() and parameter.shape[placement.dim] % size:
+                axis = "columns" if placement.dim else "rows"
                 raise UsageError(
-                    f"distributed.tp ({size}) does not divide the {parameter.shape[placement.dim]:,}"
-                    f" {'columns' if placement.dim else 'rows'} of {name}",
+                    f"distributed.tp ({size}) does not divide the"
+                    f" {parameter.shape[placement.dim]:,} {axis} of {name}",
                     hint="Change that size in the section [model] (model.vocab_size may be larger"
                     " than the data's), or distributed.tp.",
                 )
