@@ -4,6 +4,7 @@ from tests.helpers.world import run_code
 
 BEGIN = """
 import sys
+from types import SimpleNamespace
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from keepstep.config.schema import DistributedConfig, OptimizerConfig
@@ -16,13 +17,21 @@ from keepstep.errors import UsageError
 from keepstep.optim.optimizer import build_optimizer
 from keepstep.state.training_state import TrainingState
 from keepstep.store import Store
+from keepstep.train import share_of
 
 PLAN = {
     "embed": "embedding_rowwise",
+    "blocks.*.before": "replicate",
     "blocks.*.up": "colwise",
     "blocks.*.norm": "replicated_with_grad_allreduce",
     "blocks.*.down": "rowwise",
     "head": "colwise_gather_output",
+}
+OTHER_PLAN = {
+    "embed": "embedding_colwise",
+    "blocks.*.up": "colwise_gather_output",
+    "blocks.*.down": "rowwise_split_input",
+    "head": "rowwise_split_input",
 }
 
 class Block(torch.nn.Module):
@@ -63,8 +72,9 @@ def layout_of(group, **sizes):
 TRAIN = """
 IDS = torch.randint(0, 12, (3, 8, 5), generator=torch.Generator().manual_seed(1))
 
-def made(name, group=None, layout=None):
+def made(name, group=None, layout=None, plan=PLAN):
     model = Model()
+    model.tp_plan = plan
     if layout:
         shard_model(model, layout, bfloat16=False)
     config = OptimizerConfig(name=name, rate=0.01)
@@ -92,11 +102,11 @@ def advance(state, first, last, index=0, count=1):
 def weights(state):
     return {name: whole(value).clone() for name, value in state.model.state_dict().items()}
 
-def check(group, folder, name, **sizes):
+def check(group, folder, name, plan=PLAN, **sizes):
     layout = layout_of(group, tp=2, **sizes)
     assert layout.data_ranks == 2
     place = (layout.data_index, layout.data_ranks)
-    alone, split, resumed = made(name), made(name, group, layout), made(name, group, layout)
+    alone, split, resumed = made(name), *(made(name, group, layout, plan) for _ in range(2))
     norms = advance(alone, 0, 3)
     with Store(f"{folder}/{name}", ranks=group.ranks) as store:
         store.restore()
@@ -121,17 +131,18 @@ def check(group, folder, name, **sizes):
     }
     told = group.ranks.gather([layout.data_index, held], what="whole")
     assert all(other == held for index, other in told if index == layout.data_index)
+    assert share_of(SimpleNamespace(layout=layout, group=group)).sum([1.0]) == [2.0]
     for state in (split, resumed):
         state.release()
 
 with open_group(DistributedConfig(), device="cpu") as group:
     for name in ("adamw", "sgd", "muon", "lion", "schedulefree_adamw"):
         check(group, sys.argv[1] + "/shards", name)
-    check(group, sys.argv[1] + "/replicas", "adamw", dp_replicate=2)
+    check(group, sys.argv[1] + "/replicas", "adamw", OTHER_PLAN, dp_replicate=2)
 print("the same", flush=True)
 """
 REFUSED = """
-def refusal(group, plan, *, heads=2, tied=True, update=False):
+def refusal(group, plan, *, heads=2, tied=True, other_rows_on=None):
     model = Model()
     model.tp_plan = plan
     if not tied:
@@ -142,6 +153,8 @@ def refusal(group, plan, *, heads=2, tied=True, update=False):
     try:
         shard_model(model, layout, bfloat16=False)
         model(torch.arange(4)[None]).square().sum().backward()
+        if group.rank == other_rows_on:
+            model.blocks[0].before.weight.grad.to_local().add_(1)
         before_first_update(model, layout, group.ranks)()
     except UsageError as error:
         return error.message
@@ -158,6 +171,7 @@ with open_group(DistributedConfig(), device="cpu") as group:
         refusal(group, {name: style for name, style in PLAN.items() if "norm" not in name}),
         refusal(group, {name: s for name, s in PLAN.items() if name != "embed"}, tied=False),
         refusal(group, PLAN),
+        refusal(group, PLAN, other_rows_on=3),
     ]
 print("\\n".join(f"refused: {one}" for one in found), flush=True)
 """
@@ -171,10 +185,10 @@ def test_gradients_norms_and_updates_are_those_of_one_rank_to_rounding(tmp_path)
 
 
 def test_a_plan_a_style_or_a_size_that_does_not_fit_is_refused_by_name_on_every_rank():
-    for code, output in run_code(2, BEGIN + REFUSED):
+    for code, output in run_code(4, BEGIN + REFUSED):
         assert code == 0, output
-        # An error of rank 0 names it on the other.
-        assert [line.split(" (rank 0 ")[0] for line in output.splitlines()] == [
+        # An error of another rank names it.
+        assert [line.split(" (rank ")[0] for line in output.splitlines()] == [
             "refused: distributed.tp: Model has no tensor parallel plan",
             "refused: distributed.tp: the plan of Model splits blocks.0.up by 'colwisee', which is"
             " not there yet for Linear",
@@ -189,4 +203,6 @@ def test_a_plan_a_style_or_a_size_that_does_not_fit_is_refused_by_name_on_every_
             " gradient is another on each rank: it would train as no single rank does",
             "refused: nothing",
             "refused: nothing",
+            "refused: distributed.tp: the model's plan leaves blocks.0.before.weight whole, and its"
+            " gradient is another on each rank: it would train as no single rank does",
         ]

@@ -14,8 +14,8 @@ ACT = f"--run.hooks=['{hooks.CONFIG}']"
 MODEL = ("--model.num_key_value_heads=2", "--model.tie_word_embeddings=true")
 TP = "--distributed.tp=2"
 ALL = (
-    *MODEL, TP, "--train.precision=bfloat16", "--train.activation_checkpointing=true",
-    "--train.micro_batch=2",
+    *MODEL, TP, "--model.architecture=phi", "--model.resid_pdrop=0.2",
+    "--train.precision=bfloat16", "--train.activation_checkpointing=true", "--train.micro_batch=2",
 )  # fmt: skip
 
 
@@ -45,7 +45,11 @@ def test_the_mesh_may_change_in_every_session_and_the_losses_are_those_of_one_ra
 
 
 def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_that_was_not(config, tmp_path):
-    """In bfloat16, with recomputed activations, dropout and two micro-batches."""
+    """In bfloat16, with recomputed activations and two micro-batches.
+
+    With dropout on each rank's heads and on what all hold: were it another on each, the gradients
+    would be, and the first update would not be made.
+    """
     reference, run = tmp_path / "reference", tmp_path / "run"
     assert train_on(2, config, reference, *ALL) == [0, 0]
     act = {"when": "step", "step": 4, "do": "SIGTERM", "rank": 1}
@@ -60,3 +64,11 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_that_was_not
     # One process reads it whole, and writes text with it.
     done = keepstep("language", "generate", run, "--prompt", "the", "--max-tokens", 4)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_plan_that_is_wrong_ends_the_run_before_its_first_update(config, tmp_path):
+    """That of Apertus does not say that its activation's weights get a part of their gradient."""
+    words = (*MODEL, TP, "--model.architecture=apertus")
+    assert train_on(2, config, tmp_path, *words) == [2, 2]
+    assert "leaves model.layers.0.mlp.act_fn.alpha_" in outcome(tmp_path)["reason"]
+    assert outcome(tmp_path)["updates"] == 0

@@ -134,10 +134,9 @@ def _keep_whole(module: torch.nn.Module, mesh: Any, *, gradient: Placement) -> N
 
     def take_back(module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         module._parameters.update(held)
-        held.clear()
 
     module.register_forward_pre_hook(lend)
-    module.register_forward_hook(take_back, always_call=True)
+    module.register_forward_hook(take_back)
 
 
 def _names_of_each(model: torch.nn.Module) -> list[list[str]]:
