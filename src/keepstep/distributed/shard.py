@@ -27,9 +27,10 @@ def shard_model(model: torch.nn.Module, layout: Layout, *, bfloat16: bool) -> No
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32
     )
+    mesh = layout.data_mesh
     for block in blocks_of(model):
-        fully_shard(block, mesh=layout.data_mesh, mp_policy=policy)
-    fully_shard(model, mesh=layout.data_mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def before_first_update(model: torch.nn.Module, layout: Layout, ranks: Ranks) -> Callable[[], None]:

@@ -52,7 +52,7 @@ _GATHERED = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "row
 _SAME = 0.01
 """By how much of its largest number a gradient may differ between ranks that hold the same weight:
 far above rounding, far below what another rank's heads give."""
-_INSTEAD = "Leave distributed.tp at 1 (FSDP2 shards any model), or take an architecture whose plan"
+_INSTEAD = "Leave distributed.tp at 1: FSDP2 shards any model. Or take an architecture"
 
 # Torch warns of two collectives in a row. Those of a norm are one (see `mesh.py`); the others only
 # gather, for Muon, a weight whose rows both axes cut.
@@ -95,12 +95,12 @@ def _styles_of(model: torch.nn.Module) -> dict[str, str]:
             raise UsageError(
                 f"distributed.tp: the plan of {kind} splits {name} by {style!r}, which is not there"
                 f" yet for {'a parameter alone' if module is None else type(module).__name__}",
-                hint=f"{_INSTEAD} has linear layers only, such as llama or qwen3.",
+                hint=f"{_INSTEAD} whose plan has linear layers only, such as llama or qwen3.",
             )
     if not any(style in _SPLITS for style in named.values()):
         raise UsageError(
             f"distributed.tp: {kind} has no tensor parallel plan",
-            hint=f"{_INSTEAD} transformers has, such as llama or qwen3.",
+            hint=f"{_INSTEAD} that has one in transformers, such as llama or qwen3.",
         )
     return named
 
