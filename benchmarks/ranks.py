@@ -135,9 +135,9 @@ class World:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.first.__exit__(*error)
         self._other.kill()
         self._other.wait()
+        self.first.__exit__(*error)
 
 
 class TurnsOfFirst(Turns):
