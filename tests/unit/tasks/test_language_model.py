@@ -146,13 +146,22 @@ def test_a_pretrained_folder_that_is_missing_or_broken_is_an_error(tmp_path: Pat
         build(pretrained=str(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads"])
-def test_heads_that_tensor_parallel_ranks_cannot_share_are_an_error(key):
-    settings = {**SETTINGS, "num_attention_heads": 4, "num_key_value_heads": 4}
-    assert build(settings=settings, tp=4)
+NEOX = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "settings"),
+    [
+        ("llama", "num_attention_heads", {**SETTINGS, "num_key_value_heads": 2}),
+        ("llama", "num_key_value_heads", {**SETTINGS, "num_attention_heads": 4}),
+        ("gpt_neox", "num_attention_heads", NEOX),
+    ],
+)
+def test_heads_that_tensor_parallel_ranks_cannot_share_are_an_error(architecture, key, settings):
+    assert build(architecture, settings={**settings, key: 4}, tp=2)
     said = rf"distributed.tp \(4\) does not divide model.{key} \(2\)"
     with pytest.raises(UsageError, match=said):
-        build(settings={**settings, "num_key_value_heads": 2, key: 2}, tp=4)
+        build(architecture, settings={**settings, key: 2}, tp=4)
 
 
 def test_heads_that_no_rank_has_of_its_own_may_be_any_number():

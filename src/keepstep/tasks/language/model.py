@@ -1,5 +1,6 @@
 """The model of the language task: any decoder of `transformers`."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
+_ATTENTION = re.compile("attn|attention")
 _OLDER_KEYS = ("rope_theta", "partial_rotary_factor", "torch_dtype")
 """What the library takes and puts under another name."""
 
@@ -60,7 +62,8 @@ def build_decoder(
 def _require_heads_for(model: Any, tp: int) -> None:
     """Refuse heads that would be cut in two, where the model's plan has each rank take some."""
     split = any(
-        style == "colwise" and "attn" in name for name, style in (model.tp_plan or {}).items()
+        style == "colwise" and _ATTENTION.search(name)
+        for name, style in (model.tp_plan or {}).items()
     )
     settings = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
