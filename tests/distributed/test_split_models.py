@@ -56,6 +56,7 @@ class Model(torch.nn.Module):
         torch.manual_seed(0)
         self.embed = torch.nn.Embedding(12, 8)
         self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.last = torch.nn.LayerNorm(8)
         self.head = torch.nn.Linear(8, 12, bias=False)
         self.head.weight = self.embed.weight
 
@@ -63,7 +64,7 @@ class Model(torch.nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(self.last(x))
 
 def layout_of(group, **sizes):
     config = DistributedConfig(**sizes)
@@ -108,6 +109,11 @@ def check(group, folder, name, plan=PLAN, **sizes):
     place = (layout.data_index, layout.data_ranks)
     alone, split, resumed = made(name), *(made(name, group, layout, plan) for _ in range(2))
     norms = advance(alone, 0, 3)
+    with torch.no_grad():
+        # Without a backward pass the root's weights stay gathered from one to the next.
+        once, again = (split.model(IDS[0]) for _ in range(2))
+    assert torch.equal(once, again)
+    drop_gathered(split.model)
     with Store(f"{folder}/{name}", ranks=group.ranks) as store:
         store.restore()
         found = advance(split, 0, 2, *place)
