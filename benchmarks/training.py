@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -95,15 +96,20 @@ def throughput(place: Path, *, turns: int, flags: list[str]) -> None:
     ours = Side([str(KEEPSTEP), "train", str(CONFIG), *run, *ADAMW, *NO_EVALUATION, *flags])
     plain = Side([sys.executable, "-c", PLAIN_LOOP, str(CONFIG), "train"])
     with ours, plain:
-        for side in (plain, ours):
-            side.turn()
-        # Each of ours stands between two of the other's, whose mean it is compared with.
-        seconds_of = [plain.turn()]
-        ratios = []
-        for _ in range(turns):
-            mine = ours.turn()
-            seconds_of.append(plain.turn())
-            ratios.append((seconds_of[-2] + seconds_of[-1]) / 2 / mine)
+        compare(ours, plain, turns=turns)
+
+
+def compare(ours: "Side", plain: "Side", *, turns: int) -> None:
+    """Have both take turns, and report the ratio of their rates."""
+    for side in (plain, ours):
+        side.turn()
+    # Each of ours stands between two of the other's, whose mean it is compared with.
+    seconds_of = [plain.turn()]
+    ratios = []
+    for _ in range(turns):
+        mine = ours.turn()
+        seconds_of.append(plain.turn())
+        ratios.append((seconds_of[-2] + seconds_of[-1]) / 2 / mine)
     report("tokens a second: keepstep / plain loop", ratios)
     middle = statistics.mean(ratios)
     error = statistics.stdev(ratios) / len(ratios) ** 0.5
@@ -113,13 +119,13 @@ def throughput(place: Path, *, turns: int, flags: list[str]) -> None:
 class Side:
     """One of two processes that take turns; each says how long its steps took."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], extra: Mapping[str, str] | None = None) -> None:
         go_read, self._go = os.pipe()
         self._done, done_write = os.pipe()
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**environment(), "TURNS": f"{go_read},{done_write}"},
+            env={**environment(), **(extra or {}), "TURNS": f"{go_read},{done_write}"},
             pass_fds=(go_read, done_write),
             stdout=subprocess.DEVNULL,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from keepstep.config.schema import Config
-from keepstep.distributed.shard import shard_model
+from keepstep.distributed.shard import before_first_update, shard_model
 from keepstep.optim.optimizer import build_optimizer
 from keepstep.run.loop import settle, step_until_done
 from keepstep.run.outcome import Outcome
@@ -29,7 +29,12 @@ def train(config: Config, *, stop: StopRequests, hooks: Sequence[object] = ()) -
 def share_of(run: Run) -> DataShare:
     """Return which part of each global batch this rank takes."""
     layout = run.layout
-    return DataShare(index=layout.data_index, count=layout.data_ranks, sum=run.group.sum)
+
+    def over_shares(values: list[float]) -> list[float]:
+        # The ranks of a tensor-parallel group have one share between them, which counts once.
+        return run.group.sum(values if layout.tp_index == 0 else [0.0] * len(values))
+
+    return DataShare(index=layout.data_index, count=layout.data_ranks, sum=over_shares)
 
 
 def initial_state(task: Task, run: Run) -> TrainingState:
@@ -45,4 +50,5 @@ def initial_state(task: Task, run: Run) -> TrainingState:
         # In place, so that the names of the parameters stay what they are in the checkpoint.
         model.compile()
     optimizer = build_optimizer(run.config.optimizer, model, ordered=ordered)
+    optimizer.register_step_pre_hook(before_first_update(model, run.layout, run.group.ranks))
     return TrainingState(model=model, optimizer=optimizer)

@@ -90,6 +90,12 @@ def _train(config: Config) -> _Found:
         )
     if train.deterministic_reduction:
         yield from _reduction(config)
+    if train.compile and config.distributed.tp > 1:
+        yield (
+            "train.compile",
+            "does not work with distributed.tp above 1 yet: torch cannot compile a vocabulary that"
+            " is split over ranks",
+        )
     if config.optimizer.name == SCHEDULE_FREE and config.optimizer.beta1 == 0:
         yield "optimizer.beta1", f"must be greater than 0 for {SCHEDULE_FREE}, which divides by it"
     nesterov_needs = config.optimizer.name == "sgd" and config.optimizer.nesterov

@@ -201,7 +201,8 @@ class DistributedConfig:
     dp_replicate: int = 1
     """Groups of ranks that each hold the whole model (HSDP)."""
     tp: int = 1
-    """Ranks over which each matrix is split (tensor parallel)."""
+    """Ranks over which each matrix is split (tensor parallel), by the model's plan in transformers.
+    They take the same samples."""
     join_within: Duration = "10min"
     """Time in which all ranks have to come when a session starts; then the missing are named."""
     lost_after: Duration = "8s"

@@ -13,21 +13,34 @@ from keepstep.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the mesh and this rank's place in the data-parallel part of it.
+    """The sizes of the mesh and this rank's place in it.
 
-    ``mesh`` is torch's DeviceMesh, or None for a single rank.
+    ``data_index`` counts the ranks that take different samples, ``tp_index`` those of one
+    tensor-parallel group, which take the same. ``mesh`` is torch's DeviceMesh, or None for a single
+    rank.
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
     data_index: int = 0
+    tp_index: int = 0
     mesh: Any = None
 
     @property
     def data_ranks(self) -> int:
         """Number of ranks that take different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_mesh(self) -> Any:
+        """The part of the mesh over which FSDP2 shards and replicates."""
+        return self.mesh[tuple(name for name in self.mesh.mesh_dim_names if name != "tp")]
+
+    @property
+    def tp_mesh(self) -> Any:
+        """The part of the mesh over which matrices are split."""
+        return self.mesh["tp"]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,19 +62,22 @@ def lay_out(config: DistributedConfig, *, rank: int, world_size: int, device: st
             f" {world_size} ranks that the launcher started",
             hint="Change these sizes, or start another number of ranks.",
         )
-    if config.tp > 1:
-        raise UsageError(
-            "distributed.tp: tensor parallel training is not there yet",
-            hint="Leave distributed.tp at 1.",
-        )
     if world_size == 1:
         return Layout()
     from torch.distributed.device_mesh import init_device_mesh
 
-    if config.dp_replicate > 1:
-        mesh = init_device_mesh(
-            device, (config.dp_replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    else:
-        mesh = init_device_mesh(device, (shard,), mesh_dim_names=("dp_shard",))
-    return Layout(dp_replicate=config.dp_replicate, dp_shard=shard, data_index=rank, mesh=mesh)
+    # Sharding has its axis also where it has one rank: FSDP2 is what reduces and casts.
+    axes = {"dp_replicate": config.dp_replicate, "dp_shard": shard, "tp": config.tp}
+    axes = {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"}
+    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if config.tp > 1:
+        # For sums over both axes, such as a norm's: one collective, in one order on all ranks.
+        mesh["dp_shard", "tp"]._flatten()
+    return Layout(
+        dp_replicate=config.dp_replicate,
+        dp_shard=shard,
+        tp=config.tp,
+        data_index=rank // config.tp,
+        tp_index=rank % config.tp,
+        mesh=mesh,
+    )

@@ -1,14 +1,17 @@
-"""A model over the ranks of a mesh: FSDP2, or HSDP where the mesh has an axis of replicas.
+"""A model over the ranks of a mesh: FSDP2, HSDP where the mesh has an axis of replicas, and below
+them tensor parallel where it has one of those.
 
 Every rank builds the whole initial model from the same random numbers first, so the weights of
 step 0 do not depend on the number of ranks.
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 
 from keepstep.distributed.mesh import Layout
+from keepstep.store.ranks import Ranks
 
 
 def shard_model(
@@ -23,16 +26,37 @@ def shard_model(
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if layout.tp > 1:
+        from keepstep.distributed.tensor_parallel import split_model
+
+        split_model(model, layout.tp_mesh)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bfloat16 and not ordered else None, reduce_dtype=torch.float32
     )
+    mesh = layout.data_mesh
     for block in blocks_of(model):
-        fully_shard(block, mesh=layout.mesh, mp_policy=policy)
-    fully_shard(model, mesh=layout.mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     if ordered:
         from keepstep.distributed.ordered import reduce_in_order
 
         reduce_in_order(model)
+
+
+def before_first_update(model: torch.nn.Module, layout: Layout, ranks: Ranks) -> Callable[[], None]:
+    """Return what is to be called before each update; at the first it finds a plan that is wrong.
+
+    Raises UsageError on all ranks; see `tensor_parallel.require_same_gradients`.
+    """
+    to_do = [layout.tp_mesh] if layout.tp > 1 else []
+
+    def confirm() -> None:
+        while to_do:
+            from keepstep.distributed.tensor_parallel import require_same_gradients
+
+            require_same_gradients(model, to_do.pop(), ranks)
+
+    return confirm
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

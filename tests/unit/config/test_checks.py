@@ -122,6 +122,8 @@ def wsd(**values):
             {"schedule.damping"},
         ),
         (changed(optimizer__name="sgd", optimizer__momentum=0.0), {"optimizer.nesterov"}),
+        (changed(train__compile=True, distributed__tp=2), {"train.compile"}),
+        (changed(train__compile=True, distributed__dp_shard=2), set()),
         (
             changed(
                 optimizer__name="sgd", optimizer__momentum=0.0, optimizer__nesterov=False

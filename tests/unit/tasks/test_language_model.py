@@ -144,3 +144,26 @@ def test_a_pretrained_folder_that_is_missing_or_broken_is_an_error(tmp_path: Pat
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be loaded"):
         build(pretrained=str(tmp_path))
+
+
+NEOX = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "settings"),
+    [
+        ("llama", "num_attention_heads", {**SETTINGS, "num_key_value_heads": 2}),
+        ("llama", "num_key_value_heads", {**SETTINGS, "num_attention_heads": 4}),
+        ("gpt_neox", "num_attention_heads", NEOX),
+    ],
+)
+def test_heads_that_tensor_parallel_ranks_cannot_share_are_an_error(architecture, key, settings):
+    assert build(architecture, settings={**settings, key: 4}, tp=2)
+    said = rf"distributed.tp \(4\) does not divide model.{key} \(2\)"
+    with pytest.raises(UsageError, match=said):
+        build(architecture, settings={**settings, key: 2}, tp=4)
+
+
+def test_heads_that_no_rank_has_of_its_own_may_be_any_number():
+    """Phi3's plan gathers them before they part."""
+    assert build("phi3", settings={**SETTINGS, "pad_token_id": 0}, tp=2)

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from keepstep.config.schema import DistributedConfig
+from keepstep.errors import UsageError
 from keepstep.tasks.language.config import ModelConfig
+from keepstep.tasks.language.task import LanguageTask
 from keepstep.tasks.language.tokens import open_tokens
 from tests.helpers.language import SETTINGS, make_config, make_task, make_tokens
 
@@ -128,3 +131,9 @@ def test_training_learns_the_text(source):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+def test_a_model_whose_heads_do_not_fit_the_ranks_of_the_config_is_not_built(source):
+    config = replace(make_config(source), distributed=DistributedConfig(tp=2))
+    with pytest.raises(UsageError, match=r"distributed.tp \(2\) does not divide"):
+        LanguageTask(config).build_model()

@@ -1,5 +1,6 @@
 """The model of the language task: any decoder of `transformers`."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
+_ATTENTION = re.compile("attn|attention")
 _OLDER_KEYS = ("rope_theta", "partial_rotary_factor", "torch_dtype")
 """What the library takes and puts under another name."""
 
@@ -32,11 +34,13 @@ def build_decoder(
     vocab_size: int,
     sequence_length: int,
     activation_checkpointing: bool = False,
+    tp: int = 1,
 ) -> torch.nn.Module:
     """Return the decoder: input ids (batch, token) to logits (batch, token, vocabulary).
 
     Randomly initialised from the current random numbers, or read from a local folder. Raises
-    UsageError where the library refuses the settings or the vocabulary is too small.
+    UsageError where the library refuses the settings, the vocabulary is too small, or ``tp`` ranks
+    cannot split the attention heads between them.
     """
     model = (
         _pretrained(config) if config.pretrained else _initial(config, vocab_size, sequence_length)
@@ -47,11 +51,28 @@ def build_decoder(
             f"the model's vocabulary has {size:,} tokens, the data's has {vocab_size:,}",
             hint="Leave model.vocab_size out, or raise it.",
         )
+    _require_heads_for(model, tp)
     model.config.use_cache = False
     if activation_checkpointing:
         _recompute_activations(model)
     result: torch.nn.Module = model
     return result
+
+
+def _require_heads_for(model: Any, tp: int) -> None:
+    """Refuse heads that would be cut in two, where the model's plan has each rank take some."""
+    split = any(
+        style == "colwise" and _ATTENTION.search(name)
+        for name, style in (model.tp_plan or {}).items()
+    )
+    settings = model.config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(settings, key, None)
+        if split and isinstance(heads, int) and heads % tp:
+            raise UsageError(
+                f"distributed.tp ({tp}) does not divide model.{key} ({heads})",
+                hint=f"Change model.{key}, or distributed.tp.",
+            )
 
 
 def router_loss_weight(model: Any) -> float:

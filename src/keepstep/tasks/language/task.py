@@ -61,6 +61,7 @@ class LanguageTask:
             vocab_size=self.tokens.vocab_size,
             sequence_length=self._config.data.sequence_length,
             activation_checkpointing=self._config.train.activation_checkpointing,
+            tp=self._config.distributed.tp,
         )
 
     def batches(self, position: int) -> Iterator[Batch]:
