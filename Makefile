@@ -13,7 +13,7 @@ setup: $(STAMP)
 # failed or was interrupted is tried again.
 $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[language,optim,remote,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[language,optim,remote,report,dev]'
 	touch $(STAMP)
 
 demo: setup

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from keepstep.errors import Locked
+from keepstep.store.regular import open_regular
+
+_FLOCK = "hhqqi4x"
+"""Linux' `struct flock` on 64 bits: type, whence, start, length, pid, and what fills it up."""
 
 _held: set[Path] = set()
 
@@ -92,6 +97,27 @@ class FolderLock:
     ) -> None:
         """Release the lock."""
         self.release()
+
+
+def seen_lock(path: Path) -> tuple[bool, dict[str, Any]]:
+    """Return whether a live session holds a lock, and what the last one to take it wrote in it.
+
+    Nothing is taken, and nobody waits. A holder on another host is seen where the file system
+    carries locks between hosts, as NFS does.
+    """
+    if path.resolve() in _held:
+        # To open the file and close it again would drop the lock of this very process.
+        return True, {"pid": os.getpid(), "host": socket.gethostname()}
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return False, {}
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+        return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK, _read_holder(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
