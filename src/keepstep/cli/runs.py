@@ -22,6 +22,9 @@ from keepstep.report.view import View, find_runs, one_line, view_of
 Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN [RUN ...]")]
 
 
+_HEADINGS = ("run", "task", "state", "step", "loss", "best", "newest", "sessions", "last line")
+
+
 def run_runs(argv: Sequence[str]) -> int:
     """Do what the first word says; return the exit code."""
     functions: dict[str, Callable[..., int]] = {"ls": ls, "compare": compare}
@@ -46,9 +49,7 @@ def ls(
     if json:
         print_json(rows)
         return 0
-    lines = [("run", "task", "state", "step", "loss", "best", "newest", "sessions", "last line")]
-    lines += [_cells(row) for row in rows]
-    print_table(lines)
+    print_table([_HEADINGS, *map(_cells, rows)])
     return 0
 
 
@@ -87,7 +88,7 @@ def _row(folder: Path) -> dict[str, Any]:
 def facts_of(view: View) -> dict[str, Any]:
     """Return the facts of a run as data."""
     history, (metric, mode) = view.history, view.metric
-    best = history.best(metric, mode)
+    best, speed = history.best(metric, mode), history.speed()
     return {
         "name": view.name,
         "task": view.field("task"),
@@ -98,9 +99,9 @@ def facts_of(view: View) -> dict[str, Any]:
         "max_steps": view.max_steps,
         "loss": history.value("loss", history.step),
         "best": {"metric": metric, "step": best[0], "value": best[1]} if best else None,
-        "checkpoint": view.checkpoint,
+        "checkpoint": view.checkpoint(),
         "sessions": len(history.sessions),
-        "steps_per_second": history.steps_per_second(),
+        "steps_per_second": speed[0] if speed else None,
         "last_activity": history.last_time if history.events or history.steps else None,
         "unreadable_lines": history.unreadable,
     }
@@ -158,7 +159,7 @@ def _comparison(views: Sequence[View]) -> dict[str, Any]:
 
 def _print_comparison(views: Sequence[View], found: dict[str, Any]) -> None:
     rows = found["runs"]
-    lines = [("", *(one_line(row["path"]) for row in rows))]
+    lines: list[tuple[str, ...]] = [("", *(one_line(row["path"]) for row in rows))]
 
     def line(name: str, cells: Sequence[str]) -> None:
         lines.append((name, *cells))

@@ -22,6 +22,7 @@ from keepstep.store.regular import opened
 Event = dict[str, Any]
 
 _COUNT_MAX = 1 << 63
+_SECONDS_MAX = 1e11
 OF_A_STEP = ("loss", "grad_norm", "rate")
 """What the journal holds of each step and can be drawn."""
 
@@ -62,7 +63,7 @@ class History:
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     times: "array[float]" = field(default_factory=lambda: array("d"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
-    """Of each step: the time that sessions had lived when it ended. Between them it stands still."""
+    """Of each step: how long sessions had lived when it ended; between them time stands still."""
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     session: "array[int]" = field(default_factory=lambda: array("q"))
     """Of each step: the index of its session."""
@@ -83,21 +84,23 @@ class History:
         """Take one event; return False for one that lacks what its kind has: it is only counted."""
         try:
             time = float(event["time"])
+            if not 0 <= time < _SECONDS_MAX:
+                raise ValueError("no time of a run")
             match event["kind"]:
                 case "step":
                     self._add_step(event, time)
                 case "evaluation":
                     metrics = {str(k): float(v) for k, v in event["metrics"].items()}
-                    found = Evaluation(step=int(event["step"]), metrics=metrics)
+                    found = Evaluation(step=_count(event["step"]), metrics=metrics)
                     self.evaluations.append(found)
                 case "saved":
-                    self.saves.append(Save(step=int(event["step"]), name=str(event["path"])))
+                    self.saves.append(Save(step=_count(event["step"]), name=str(event["path"])))
                 case "session":
                     environment = dict(event["environment"])
-                    begun = Session(start=time, pid=int(event["pid"]), environment=environment)
+                    begun = Session(start=time, pid=_count(event["pid"]), environment=environment)
                     self.sessions.append(begun)
                 case "resumed":
-                    self._now(time).resumed_at = int(event["step"])
+                    self._now(time).resumed_at = _count(event["step"])
                 case "outcome":
                     self._now(time).outcome = event
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
@@ -117,10 +120,8 @@ class History:
         return self.sessions[-1]
 
     def _add_step(self, event: Event, time: float) -> None:
-        step, tokens = int(event["step"]), int(event["tokens"])
+        step, tokens = _count(event["step"]), _count(event["tokens"])
         numbers = [float(event[name]) for name in OF_A_STEP]
-        if not (0 <= step < _COUNT_MAX and 0 <= tokens < _COUNT_MAX):
-            raise ValueError("no count of a run")
         now = self._now(time)
         if self.steps and step <= self.steps[-1]:
             self._take_back(step)
@@ -142,9 +143,10 @@ class History:
     def _take_back(self, step: int) -> None:
         """Forget what was told of `step` and later ones: it is taken again."""
         keep = bisect_left(self.steps, step)
-        columns = (self.steps, self.times, self.seconds, self.tokens, self.session)
-        for column in (*columns, *self.values.values()):
-            del column[keep:]
+        for counts in (self.steps, self.tokens, self.session):
+            del counts[keep:]
+        for numbers in (self.times, self.seconds, *self.values.values()):
+            del numbers[keep:]
         self.skipped = [s for s in self.skipped if s < step]
         self.evaluations = [e for e in self.evaluations if e.step < step]
         self.saves = [s for s in self.saves if s.step < step]
@@ -164,20 +166,21 @@ class History:
         index = self.index_of(step)
         return None if index is None else self.values[name][index]
 
-    def steps_per_second(self, *, last: int = 0) -> float | None:
-        """Return the speed within sessions, evaluations and saves included; None where unknown.
+    def speed(self, *, last: int = 0) -> tuple[float, float] | None:
+        """Return steps and tokens a second, evaluations and saves included; None where unknown.
 
         ``last``: of so many steps at the end, all in the last session; 0 takes all of all sessions.
         A session's first step is left out: what comes before it is no step.
         """
         first = max(1, len(self.steps) - last if last else 1)
-        count, total = 0, 0.0
+        steps, tokens, total = 0, 0, 0.0
         for index in range(first, len(self.steps)):
             same = self.session[index] == self.session[index - 1]
             if same and (not last or self.session[index] == self.session[-1]):
-                count += 1
+                steps += 1
+                tokens += self.tokens[index] - self.tokens[index - 1]
                 total += self.seconds[index] - self.seconds[index - 1]
-        return count / total if total > 0 else None
+        return (steps / total, tokens / total) if total > 0 else None
 
     def best(self, metric: str, mode: Literal["min", "max"]) -> tuple[int, float] | None:
         """Return the step and value of the best evaluation; nan and inf never win, ties are old."""
@@ -188,6 +191,12 @@ class History:
         ]
         sign = 1 if mode == "min" else -1
         return min(found, key=lambda pair: sign * pair[1], default=None)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _COUNT_MAX:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 class JournalReader:

@@ -20,7 +20,6 @@ from keepstep.store.lock import seen_lock
 from keepstep.store.regular import opened
 
 STARTING, RUNNING, LOST, UNKNOWN = "starting", "running", "lost", "unknown"
-LIVE = (STARTING, RUNNING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +47,20 @@ class View:
     record: dict[str, Any]
     history: History
     state: State
-    checkpoint: str | None
-    """The newest checkpoint that stands there, by name."""
+
+    def checkpoint(self) -> str | None:
+        """Return the name of the newest checkpoint that stands there; None where there is none."""
+        return newest_checkpoint(checkpoints_place(self.folder, self.record), self.history)
 
     @property
     def name(self) -> str:
         """The run's name, or that of its folder."""
         return one_line(str(self.field("run.name") or self.folder.absolute().name))
+
+    @property
+    def live(self) -> bool:
+        """Whether a process trains the run, or is about to."""
+        return self.state.word in (STARTING, RUNNING)
 
     @property
     def max_steps(self) -> int | None:
@@ -89,13 +95,7 @@ def view_of(folder: Path) -> View:
             f"{folder / JOURNAL_NAME} holds {history.unreadable:,} lines, and none is an event",
             hint="It is damaged, or the journal of something else.",
         )
-    return View(
-        folder=folder,
-        record=record,
-        history=history,
-        state=state_of(folder),
-        checkpoint=newest_checkpoint(checkpoints_place(folder, record), history),
-    )
+    return View(folder=folder, record=record, history=history, state=state_of(folder))
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -202,7 +202,7 @@ def _outcome(path: Path) -> tuple[bytes | None, int]:
 
 
 def checkpoints_place(folder: Path, record: dict[str, Any]) -> Path:
-    """Return the folder of the checkpoints: the run's own comes first, as it may have been moved."""
+    """Return the folder of the checkpoints: the run's own first, as it may have been moved."""
     inner = find_checkpoints_folder(folder)
     section = record.get("checkpoint")
     name = section.get("dir") if isinstance(section, dict) else None
