@@ -15,7 +15,7 @@ setup: $(STAMP)
 # failed or was interrupted is tried again.
 $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[language,optim,remote,trackers,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[language,optim,remote,trackers,report,dev]'
 	touch $(STAMP)
 
 demo: setup

@@ -7,6 +7,7 @@
     │   └── OtherRun         2   the folder belongs to another run or to another config
     ├── CheckpointDamaged    3   a checkpoint, or all of them, is not whole
     │   └── NotOfARun        3   a file may be whole, but no run saved it, so none continues from it
+    ├── RunDamaged           3   what a run's folder holds beside its checkpoints cannot be read
     ├── NotFound             4   there is no such run or checkpoint
     ├── Locked               5   another live session holds the folder
     ├── Diverged             6   losses or gradients stopped being finite
@@ -72,6 +73,12 @@ class CheckpointDamaged(KeepstepError):
 
 class NotOfARun(CheckpointDamaged):
     """No run saved a file, as those of `save_checkpoint_atomic`: none continues from it."""
+
+
+class RunDamaged(KeepstepError):
+    """A run's `run.toml` or journal cannot be read; nothing was changed."""
+
+    exit_code = 3
 
 
 class NotFound(KeepstepError):

@@ -188,6 +188,7 @@ def test_what_only_reads_imports_nothing_heavy():
         f"keepstep.store.{name}" for name in ("catalog", "verify", "manifest", "retention", "pins")
     ]
     names += ["keepstep.store.prune", "keepstep.store.compare", "keepstep.cli.ckpt"]
+    names += [f"keepstep.cli.{name}" for name in ("runs", "watch", "plot", "report")]
     names += ["keepstep.optim.schedule", "keepstep.tasks.language.config"]
     words = [sys.executable, "-c", LIGHT, *names]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

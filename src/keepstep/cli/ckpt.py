@@ -28,6 +28,8 @@ from keepstep.store.catalog import bytes_on_disk, checkpoints_in, is_there, look
 from keepstep.store.prune import kept_because
 from keepstep.store.roles import find_checkpoint, found_checkpoints, label_of, roles_of, whose
 
+_HEADINGS = ("step", "saved", "size", "state", "role", "kept because of", "metrics")
+
 
 def run_ckpt(argv: Sequence[str]) -> int:
     """Do what the first word says; return the exit code."""
@@ -61,21 +63,11 @@ def ls(run: Run, *, json: bool = False) -> int:
         json: Print JSON.
     """
     entries = _looked_at(run)
-    home, around = run, entries
-    if run.is_file():
-        home = run.parent
-        # Once only, also where it is another name of one that is listed.
-        others = [e for e in checkpoints_in(home) if e.manifest != entries[0].manifest]
-        around = [*others, *entries]
-    kept = kept_because(folder_of(home), around, recorded_policy(home), now=time.time())
-    rows = [_row(entry, around, kept[entry.path]) for entry in entries]
+    rows = _rows(run, entries)
     if json:
         print_json(rows)
         return 0
-    lines: list[tuple[str, ...]] = [
-        ("step", "saved", "size", "state", "role", "kept because of", "metrics")
-    ]
-    lines += [_cells(row) for row in rows]
+    lines = [_HEADINGS, *map(_cells, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -178,6 +170,22 @@ def _looked_at(run: Path) -> list[Checkpoint]:
     if run.suffix == ".pth" and run.is_file():
         return [look_at(run)]
     return found_checkpoints(place_of(run))
+
+
+def checkpoints_table(run: Path) -> list[tuple[str, ...]]:
+    """Return what `ls` prints of a run, with its headings; NotFound where there is nothing."""
+    return [_HEADINGS, *map(_cells, _rows(run, _looked_at(run)))]
+
+
+def _rows(run: Path, entries: list[Checkpoint]) -> list[dict[str, Any]]:
+    home, around = run, entries
+    if run.is_file():
+        home = run.parent
+        # Once only, also where it is another name of one that is listed.
+        others = [e for e in checkpoints_in(home) if e.manifest != entries[0].manifest]
+        around = [*others, *entries]
+    kept = kept_because(folder_of(home), around, recorded_policy(home), now=time.time())
+    return [_row(entry, around, kept[entry.path]) for entry in entries]
 
 
 def _row(

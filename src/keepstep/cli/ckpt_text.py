@@ -73,9 +73,9 @@ def best_text(manifest: Manifest) -> str:
     )
 
 
-def print_json(data: Any) -> None:
-    """Print data as strict JSON."""
-    print(json_format.dumps(_strict(data), indent=2, allow_nan=False))
+def print_json(data: Any, *, indent: int | None = 2) -> None:
+    """Print data as strict JSON; on one line without ``indent``."""
+    print(json_format.dumps(_strict(data), indent=indent, allow_nan=False))
 
 
 def _strict(data: Any) -> Any:

@@ -28,6 +28,10 @@ commands
   ckpt ls|show|verify|diff RUN ...         look at checkpoints; re-read every byte; compare two
   ckpt pin|unpin|prune RUN ...             say which stay; delete the others
   ckpt export|import ...                   to and from Hugging Face, DCP, .pth and safetensors
+  runs ls|compare ...                      list runs and what became of them; compare some
+  watch RUN                                follow a run that another process trains
+  plot RUN ...                             curves in the terminal, or as PNG or SVG
+  report RUN -o FILE.html                  all about a run on one page
   config show|check CONFIG [overrides]     show a config as it resolves; list everything wrong
   slurm CONFIG [options] [overrides]       print a batch script that stops in time and requeues
   doctor [CONFIG | RUN]                    could a run begin and end well on this machine?
@@ -84,6 +88,10 @@ def _run(words: list[str]) -> int:
     commands: dict[str, Callable[[], Callable[[Sequence[str]], int]]] = {
         "train": _train,
         "ckpt": _ckpt,
+        "runs": _runs,
+        "watch": _watch,
+        "plot": _plot,
+        "report": _report,
         "config": _config,
         "slurm": _slurm,
         "doctor": _doctor,
@@ -104,7 +112,7 @@ def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> in
     lines = [text, *getattr(error, "__notes__", [])]
     with contextlib.suppress(BrokenPipeError):
         print("error:", "\n".join(lines), file=sys.stderr)
-        if "--json" in words and words[0] in ("ckpt", "config", "doctor"):
+        if "--json" in words and words[0] in ("ckpt", "config", "doctor", "runs", "watch"):
             print(json.dumps({"error": "\n".join(lines), "code": code}, indent=2), flush=True)
     return code
 
@@ -119,6 +127,30 @@ def _ckpt() -> Callable[[Sequence[str]], int]:
     from keepstep.cli.ckpt import run_ckpt
 
     return run_ckpt
+
+
+def _runs() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.runs import run_runs
+
+    return run_runs
+
+
+def _watch() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.watch import run_watch
+
+    return run_watch
+
+
+def _plot() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.plot import run_plot
+
+    return run_plot
+
+
+def _report() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.report import run_report
+
+    return run_report
 
 
 def _config() -> Callable[[Sequence[str]], int]:

@@ -114,7 +114,7 @@ class Console:
         return (
             f"loss {number_text(metrics['loss'])}  lr {metrics['rate']:.1e}"
             f"  grad {number_text(metrics['grad_norm'], digits=2)}  tok/s {rate:,.0f}"
-            f"  eta {_duration(left)}{saved}"
+            f"  eta {duration_text(left)}{saved}"
         )
 
     def _start_bar(self, run: "Run", step: int) -> None:
@@ -195,7 +195,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """Return a duration for people: `1h05m`, `6m12s`."""
     whole = int(seconds + 0.5)
     hours, rest = divmod(whole, 3600)
     if hours:

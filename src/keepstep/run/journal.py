@@ -49,7 +49,7 @@ class Journal:
         cut, tail = _split_behind(self._path, step)
         kept, gone = [], 0
         for line in tail.splitlines(keepends=True):
-            event = _parsed(line)
+            event = parsed_line(line)
             if event is None or _is_taken_back(event, step, keep_evaluation=keep_evaluation):
                 gone += 1
             else:
@@ -137,7 +137,7 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a journal in order; a torn last line is left out."""
     with opened(path) as lines:
         for line in lines:
-            event = _parsed(line)
+            event = parsed_line(line)
             if event is not None:
                 yield event
 
@@ -154,7 +154,7 @@ def _backwards(path: Path) -> Iterator[dict[str, Any]]:
             # The first one may begin further up.
             tail = lines.pop(0) if position > 0 else b""
             for line in reversed(lines):
-                event = _parsed(line)
+                event = parsed_line(line)
                 if event is not None:
                     yield event
 
@@ -170,7 +170,7 @@ def near(path: Path, step: int) -> int:
             file.seek((low + high) // 2)
             file.readline()
             start = file.tell()
-            events = (_parsed(line) for line in file)
+            events = (parsed_line(line) for line in file)
             steps = (event["step"] for event in events if event and event["kind"] == "step")
             if next(steps, step) < step:
                 low = start
@@ -189,7 +189,7 @@ def events_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
         file.seek(start)
         data = file.read(_PART_BYTES) + file.readline()
     end = data.rfind(b"\n") + 1
-    found = (_parsed(line) for line in data[:end].splitlines(keepends=True))
+    found = (parsed_line(line) for line in data[:end].splitlines(keepends=True))
     return [event for event in found if event is not None], start + end
 
 
@@ -217,7 +217,7 @@ def _end_of_kept(tail: bytes, step: int, *, from_start: bool) -> int | None:
         start = tail.rfind(b"\n", 0, end - 1) + 1
         if start == 0 and not from_start:
             return None  # The line may begin further up.
-        event = _parsed(tail[start:end])
+        event = parsed_line(tail[start:end])
         if event is not None and event["kind"] == "step" and event["step"] <= step:
             return end
         end = start
@@ -243,7 +243,7 @@ def _is_taken_back(event: dict[str, Any], step: int, *, keep_evaluation: bool) -
     return bool(event["step"] > step)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parsed_line(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line, or None for a line that a kill left torn."""
     if not line.endswith(b"\n"):
         return None

@@ -21,10 +21,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from keepstep.errors import Locked
-from keepstep.store.regular import opened
+from keepstep.store.regular import open_regular
 
-_FLOCK = "hhqqi"
-"""The C struct of a record lock, on machines of 64 bits."""
+_FLOCK = "hhqqi4x"
+"""Linux' `struct flock` on 64 bits: type, whence, start, length, pid, and what fills it up."""
+
 _held: set[Path] = set()
 
 
@@ -98,17 +99,25 @@ class FolderLock:
         self.release()
 
 
-def who_holds(path: Path) -> str:
-    """Return who holds the lock of that name, in words, or nothing; nobody is kept from it."""
+def seen_lock(path: Path) -> tuple[bool, dict[str, Any]]:
+    """Return whether a live session holds a lock, and what the last one to take it wrote in it.
+
+    Nothing is taken, and nobody waits. A holder on another host is seen where the file system
+    carries locks between hosts, as NFS does.
+    """
     if path.resolve() in _held:
-        return _who({"pid": os.getpid(), "host": socket.gethostname()})
-    if not path.exists():
-        return ""
-    with opened(path) as file:
-        # type, whence, start, length (0: all of it), process.
+        # To open the file and close it again would drop the lock of this very process.
+        return True, {"pid": os.getpid(), "host": socket.gethostname()}
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return False, {}
+    try:
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        found = struct.unpack(_FLOCK, fcntl.fcntl(file.fileno(), fcntl.F_GETLK, asked))
-        return "" if found[0] == fcntl.F_UNLCK else _who(_read_holder(file.fileno()))
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+        return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK, _read_holder(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
@@ -129,3 +138,9 @@ def _locked(path: Path, holder: dict[str, Any]) -> Locked:
 def _who(holder: dict[str, Any]) -> str:
     since = f" since {holder['since']}" if "since" in holder else ""
     return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{since}"
+
+
+def who_holds(path: Path) -> str:
+    """Return who holds the lock of that name, in words, or nothing; nobody is kept from it."""
+    held, holder = seen_lock(path)
+    return _who(holder) if held else ""
