@@ -28,6 +28,7 @@ commands
   ckpt export|import ...                   to and from Hugging Face, DCP, .pth and safetensors
   config show|check CONFIG [overrides]     show a config as it resolves; list everything wrong
   language prepare|generate ...            make token files from text; write text with a model
+  audit FOLDER -- COMMAND ...              find what a power cut could leave of a script's files
 
 `keepstep COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 usage or config, 3 damaged,
 4 not found, 5 locked, 6 diverged, 7 unhealthy, 75 stopped (run the same command to continue).
@@ -72,6 +73,7 @@ def _run(words: list[str]) -> int:
         "ckpt": _ckpt,
         "config": _config,
         "language": _language,
+        "audit": _audit,
     }
     if name not in commands:
         from keepstep.config.explain import suggestion
@@ -88,7 +90,7 @@ def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> in
     lines = [text, *getattr(error, "__notes__", [])]
     with contextlib.suppress(BrokenPipeError):
         print("error:", "\n".join(lines), file=sys.stderr)
-        if "--json" in words and words[0] in ("ckpt", "config"):
+        if "--json" in words and words[0] in ("ckpt", "config", "audit"):
             print(json.dumps({"error": "\n".join(lines), "code": code}, indent=2), flush=True)
     return code
 
@@ -115,6 +117,12 @@ def _language() -> Callable[[Sequence[str]], int]:
     from keepstep.cli.language import run_language
 
     return run_language
+
+
+def _audit() -> Callable[[Sequence[str]], int]:
+    from keepstep.cli.audit import run_audit
+
+    return run_audit
 
 
 def _fill_closed_streams() -> None:
