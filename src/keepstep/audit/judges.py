@@ -4,6 +4,7 @@ A judge returns what was loaded as a text that is the same for the same state, N
 folder holds nothing to load, and raises `Unreadable` where it holds something that cannot be.
 """
 
+import logging
 import re
 import shlex
 import subprocess
@@ -95,6 +96,8 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _guarded(judge: Judge) -> Judge:
     def guarded(folder: Path) -> str | None:
+        # Loaders log at length what fails, once a state.
+        logging.disable()
         try:
             return judge(folder)
         # Whatever a loader raises is its verdict on the folder.
@@ -103,6 +106,8 @@ def _guarded(judge: Judge) -> Judge:
             # What names the folder of this one state would be another fault in each.
             text = " ".join(first).replace(str(folder), "").lstrip("/")
             raise Unreadable(f"{type(error).__name__}: {text}") from error
+        finally:
+            logging.disable(logging.NOTSET)
 
     return guarded
 
@@ -148,6 +153,7 @@ def _keepstep(folder: Path) -> str | None:
 
 def _dcp(folder: Path) -> str | None:
     """Load the last folder with a `.metadata`, which DCP takes for a complete checkpoint."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     found = [path.parent for path in folder.rglob(".metadata")]
@@ -156,7 +162,12 @@ def _dcp(folder: Path) -> str | None:
     newest = max(found, key=lambda path: _natural(str(path.relative_to(folder))))
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "state.pt"
-        dcp_to_torch_save(newest, file)
+        try:
+            dcp_to_torch_save(newest, file)
+        # Not an Exception to Python.
+        except CheckpointException as error:
+            failure, _ = next(iter(error.failures.values()))
+            raise failure from error
         return f"{newest.relative_to(folder)} {digest(_torch_file(file))}"
 
 

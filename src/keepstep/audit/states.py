@@ -36,8 +36,11 @@ Model: TypeAlias = Literal["weak", "journal"]
 Key: TypeAlias = tuple[int, tuple[int, ...]]
 """A state: its paths, and by path what is there; numbers stand for both."""
 
-_ALL_SELECTIONS_MAX = 12
-"""So many pending entry changes are combined in all ways, of more only some."""
+_Tree: TypeAlias = tuple[tuple[EntryChange, ...], int, list[int], dict[Inode, list[int]]]
+"""What is missing, the paths, what they hold when whole, and the places of files not synced."""
+
+_SELECTIONS_MAX = 5000
+"""Pending entry changes are combined in so many ways at most; where there are more, in some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,15 @@ class CrashModel:
                 needed.add(earlier)
         return needed
 
+    def _makes_its_folder(self, number: int) -> int | None:
+        """Return the pending change that made the folder in which a change is, if one did."""
+        folders = self._pending[number][0].folders
+        for earlier in range(number):
+            made = {inode for _, inode in self._pending[earlier][0].changes}
+            if made & folders:
+                return None if made & folders <= set(self._entries.values()) else earlier
+        return None
+
     def _states(self) -> Iterator[State]:
         """Yield each state of this moment once, those that lack least and most first."""
         self._known.forget()
@@ -204,13 +216,15 @@ class CrashModel:
             yield state
 
     def _in_order(self) -> Iterator[State]:
-        trees = []
+        different: dict[tuple[int, ...], _Tree] = {}
         for kept in self._selections():
             changes = [self._pending[number][0] for number in kept]
-            missing = tuple(
-                change for n, (change, _) in enumerate(self._pending) if n not in set(kept)
-            )
-            trees.append((missing, *self._tree(changes)))
+            paths, contents, loose = self._tree(changes)
+            chosen = set(kept)
+            missing = tuple(c for n, (c, _) in enumerate(self._pending) if n not in chosen)
+            # Those that lack least come first, and stand for all that look the same.
+            different.setdefault((paths, *contents, *loose), (missing, paths, contents, loose))
+        trees = list(different.values())
         for tree in trees:
             # Nothing of any file was written back: what is forgotten most often.
             yield from self._torn(*tree, count=len(tree[3]), last=True)
@@ -256,23 +270,20 @@ class CrashModel:
         if self._model == "journal":
             return [tuple(range(kept)) for kept in range(count, -1, -1)]
         needs = [self._needs(number) for number in everything]
-        if count <= _ALL_SELECTIONS_MAX:
-            return [
-                chosen
-                for size in range(count, -1, -1)
-                for chosen in itertools.combinations(everything, size)
-                if all(needs[number] <= set(chosen) for number in chosen)
-            ]
-        self.bounded = True
-        found: dict[tuple[int, ...], None] = {}
-        for size in range(3):
-            for left_out in itertools.combinations(everything, size):
-                kept = [n for n in everything if not needs[n] & set(left_out)]
-                found.setdefault(tuple(kept))
-        for kept_last in everything:
-            found.setdefault(tuple(sorted(needs[kept_last])))
-            found.setdefault(tuple(range(kept_last)))
-        return list(found)
+        for number, above in enumerate(map(self._makes_its_folder, everything)):
+            # In a folder without a name nobody sees it: it may as well not be there.
+            if above is not None:
+                needs[number] |= needs[above]
+        found = _closed(needs, most=_SELECTIONS_MAX)
+        if len(found) > _SELECTIONS_MAX:
+            self.bounded = True
+            found = []
+            for size in range(3):
+                for out in itertools.combinations(everything, size):
+                    found.append(tuple(n for n in everything if not needs[n] & set(out)))
+            for number in everything:
+                found += [tuple(sorted(needs[number])), tuple(range(number))]
+        return sorted(dict.fromkeys(found), key=len, reverse=True)
 
     def _tree(
         self, changes: Sequence[EntryChange]
@@ -312,6 +323,17 @@ class CrashModel:
 
 def _encoded(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
+
+
+def _closed(needs: list[set[int]], *, most: int) -> list[tuple[int, ...]]:
+    """Return every selection that holds what its members need; one more than `most` is enough."""
+    found: list[tuple[int, ...]] = [()]
+    for number, needed in enumerate(needs):
+        earlier = needed - {number}
+        found += [(*chosen, number) for chosen in found if earlier <= set(chosen)]
+        if len(found) > most:
+            break
+    return found
 
 
 def _carry_out(entries: dict[Entry, Inode], change: EntryChange) -> None:
