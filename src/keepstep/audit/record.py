@@ -205,25 +205,27 @@ class _Recorder:
     def _copy(self, call: Call) -> None:
         """Follow a copy that the kernel makes between two files."""
         if call.name == "sendfile":
-            (target, source), places = call.arguments[:2], call.arguments[2:3]
+            (target, source), places = call.arguments[:2], ("NULL", call.arguments[2])
         else:
             source, target = call.arguments[0], call.arguments[2]
             places = (call.arguments[3], call.arguments[1])
         into, out_of = self._opened(call, target), self._opened(call, source)
         if into is None or into.inode is None:
             return
-        placed = [place != "NULL" for place in places]
-        if any(placed) or out_of is None:
+        if out_of is None:
             name = self.history.name(into.inode)
             self.history.doubt(f"{name} is written by {call.name}: what is not seen")
             return
+        # A place that is given is not moved on: `[0] => [10]` shows where it was, and where it is.
+        to, start = (_place(place) for place in places)
+        begin = out_of.offset if start is None else start
         if out_of.inode is not None:
-            data = self.history.content(out_of.inode, out_of.offset, call.result)
+            data = self.history.content(out_of.inode, begin, call.result)
         else:
-            data = _read(path_of(source), out_of.offset, call.result)
-        out_of.offset += call.result
-        self.history.write(into.inode, into.offset, data)
-        into.offset += call.result
+            data = _read(path_of(source), begin, call.result)
+        self.history.write(into.inode, into.offset if to is None else to, data)
+        into.offset += call.result if to is None else 0
+        out_of.offset += call.result if start is None else 0
 
     def _seek(self, call: Call) -> None:
         item = self._opened(call, call.arguments[0])
@@ -372,6 +374,12 @@ _METHODS = {
     "copy": "copy_file_range sendfile",
     "unknown": "mmap splice io_uring_setup",
 }
+
+
+def _place(argument: str) -> int | None:
+    """Return the place that a copy was given, None where it goes by the descriptor's own."""
+    number = re.match(r"\[(\d+)\]", argument)
+    return int(number[1]) if number else None
 
 
 def _read(path: str, offset: int, size: int) -> bytes:
