@@ -6,6 +6,7 @@ reads import no torch. For `train`, nothing comes before the signal handlers.
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,12 @@ from io import TextIOWrapper
 from keepstep import __version__
 from keepstep.distributed.leave import ended, must_leave
 from keepstep.errors import KeepstepError, UsageError, room_by_prune, way_out
+
+_COMMANDS = (
+    "train", "ckpt", "runs", "watch", "plot", "report", "config", "slurm", "doctor", "language",
+    "audit",
+)  # fmt: skip
+"""Each is a module of this package, with a function `run_<name>`."""
 
 _OVERVIEW = """\
 usage: keepstep COMMAND ...
@@ -36,6 +43,7 @@ commands
   slurm CONFIG [options] [overrides]       print a batch script that stops in time and requeues
   doctor [CONFIG | RUN]                    could a run begin and end well on this machine?
   language prepare|generate ...            make token files from text; write text with a model
+  audit FOLDER -- COMMAND ...              find what a power cut could leave of a script's files
 
 `keepstep COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 usage or config, 3 damaged,
 4 not found, 5 locked, 6 diverged, 7 unhealthy, 75 stopped (run the same command to continue).
@@ -85,26 +93,17 @@ def _run(words: list[str]) -> int:
     if name in ("--version", "-V"):
         print(f"keepstep {__version__}")
         return 0
-    commands: dict[str, Callable[[], Callable[[Sequence[str]], int]]] = {
-        "train": _train,
-        "ckpt": _ckpt,
-        "runs": _runs,
-        "watch": _watch,
-        "plot": _plot,
-        "report": _report,
-        "config": _config,
-        "slurm": _slurm,
-        "doctor": _doctor,
-        "language": _language,
-    }
-    if name not in commands:
+    if name not in _COMMANDS:
         from keepstep.config.explain import suggestion
 
-        near = suggestion(name, list(commands))
+        near = suggestion(name, list(_COMMANDS))
         raise UsageError(
             f"there is no command {name!r}{near}", hint="`keepstep --help` lists the commands."
         )
-    return commands[name]()(rest)
+    run: Callable[[Sequence[str]], int] = getattr(
+        importlib.import_module(f"keepstep.cli.{name}"), f"run_{name}"
+    )
+    return run(rest)
 
 
 def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> int:
@@ -112,69 +111,11 @@ def _fail(text: str, error: BaseException, words: list[str], *, code: int) -> in
     lines = [text, *getattr(error, "__notes__", [])]
     with contextlib.suppress(BrokenPipeError):
         print("error:", "\n".join(lines), file=sys.stderr)
-        if "--json" in words and words[0] in ("ckpt", "config", "doctor", "runs", "watch"):
+        # What stands behind `--` is the command of somebody else.
+        own = words[: words.index("--")] if "--" in words else words
+        if "--json" in own and own[0] != "train":
             print(json.dumps({"error": "\n".join(lines), "code": code}, indent=2), flush=True)
     return code
-
-
-def _train() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.train import run_train
-
-    return run_train
-
-
-def _ckpt() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.ckpt import run_ckpt
-
-    return run_ckpt
-
-
-def _runs() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.runs import run_runs
-
-    return run_runs
-
-
-def _watch() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.watch import run_watch
-
-    return run_watch
-
-
-def _plot() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.plot import run_plot
-
-    return run_plot
-
-
-def _report() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.report import run_report
-
-    return run_report
-
-
-def _config() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.config import run_config
-
-    return run_config
-
-
-def _slurm() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.slurm import run_slurm
-
-    return run_slurm
-
-
-def _doctor() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.doctor import run_doctor
-
-    return run_doctor
-
-
-def _language() -> Callable[[Sequence[str]], int]:
-    from keepstep.cli.language import run_language
-
-    return run_language
 
 
 def _fill_closed_streams() -> None:

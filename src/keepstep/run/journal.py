@@ -66,7 +66,7 @@ class Journal:
         if not self._path.exists():
             return None
         _, tail = _split_behind(self._path, step)
-        found = [event for event in map(_parsed, tail.splitlines(keepends=True)) if event]
+        found = [event for event in map(parsed_line, tail.splitlines(keepends=True)) if event]
         told = [
             event
             for event in found

@@ -1,0 +1,1 @@
+"""What a power cut could leave of any training script's files, state by state, judged."""
