@@ -91,8 +91,8 @@ def test_the_cost_of_a_rewind_does_not_grow_with_the_run(tmp_path, monkeypatch):
 
     journal = written(tmp_path, steps=5000)
     parsed = []
-    real = module._parsed
-    monkeypatch.setattr(module, "_parsed", lambda line: parsed.append(1) or real(line))
+    real = module.parsed_line
+    monkeypatch.setattr(module, "parsed_line", lambda line: parsed.append(1) or real(line))
     monkeypatch.setattr(module, "_BLOCK_BYTES", 512)
     before = (tmp_path / "j").read_bytes()
     beginning = (tmp_path / "j").stat().st_ino

@@ -186,7 +186,6 @@ def test_hooks_get_their_state_back_and_hear_of_one_start(config, tmp_path):
     run_here(config, tmp_path, *flags, acts=[{"samples": 28, "do": "nan_loss"}], more=[count])
     assert count.steps == 10
     assert count.heard == [
-        "rewound to 0, the journal ends at 0",
         "start",
         "rewound to 6, the journal ends at 6",
         "loss nan, gradient norm nan at step 8 (1 in a row not finite); back to step 6 (verified),"
