@@ -66,10 +66,22 @@ class FolderLock:
         """Take the lock again, which changes nothing while it is held; Locked if it was lost.
 
         Any code of this process that opens and closes the file, such as a copy of the folder,
-        drops a lock of this kind.
+        drops a lock of this kind. A file that is not the one under its name any more, because the
+        folder was deleted and made anew, keeps nobody out.
         """
         if self._descriptor is None:
             return
+        held = os.fstat(self._descriptor)
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            raise Locked(
+                f"{self._path} was deleted or replaced: {self._path.parent} is not this session's"
+                " any more",
+                hint="Nothing was saved there. Look at who did it, then run the command again.",
+            )
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 import errno
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from keepstep.errors import UsageError
 
@@ -37,6 +37,13 @@ class Methods:
         return f"{self.commit}{pointers}{remote}"
 
 
+def is_files(layout: str) -> bool:
+    """Tell whether each checkpoint is one file; UsageError for a layout that there is not."""
+    if layout not in ("folders", "files"):
+        raise UsageError(f"layout is {layout!r}; it must be 'folders' or 'files'")
+    return layout == "files"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saving:
     """How a session saves, whatever the file system can do.
@@ -52,7 +59,11 @@ class Saving:
     bounded_memory: bool
 
     def checked(self, method: str, *, remote: bool) -> Self:
-        """Return itself; UsageError where files cannot be saved by that method, or in a remote."""
+        """Return itself; UsageError for what is no way to save, and for what do not go together."""
+        if method not in ("auto", *get_args(CommitMethod)):
+            raise UsageError(f"commit_method is {method!r}; it must be auto, rename, manifest-last")
+        if not isinstance(self.retries, int) or self.retries < 0:
+            raise UsageError(f"save_retries is {self.retries!r}; it must be a number from 0 on")
         if self.files and method == "manifest-last":
             raise UsageError("one file has no manifest beside it: manifest-last is for folders")
         if self.files and remote:

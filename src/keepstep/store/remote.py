@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.2
 """How soon a request that is to be given up is left behind."""
 _USER = re.compile(r"://[^/@\s]*@")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^@?#\s]+")
 NEVER = threading.Event()
 """For what is not given up before its deadline."""
 
@@ -49,6 +50,14 @@ class ObjectStore:
 
     def __init__(self, url: str, *, timeout: float = 300.0) -> None:
         self.shown = shown(url).rstrip("/")
+        if not _ADDRESS.fullmatch(url):
+            # Not said in more words: it may hold credentials in any place.
+            raise UsageError(
+                f"the remote {self.shown.partition('?')[0]} is no address such as"
+                " s3://bucket/prefix",
+                hint="It has no user, password, query or white space: credentials belong in the"
+                " environment.",
+            )
         self.protocol = url.partition("://")[0]
         self.timeout = timeout
         # Listings that are remembered would hide what another session did.

@@ -80,7 +80,11 @@ class Homecoming:
         """
         self._tried.clear()
         here = [e.manifest for e in found if e.manifest and step in (None, e.manifest.step)]
-        if self._fetch_newer(max((m.sequence for m in here), default=0), here, step=step):
+        fork = self._fork(found) if step is None else None
+        than = max((m.sequence for m in here), default=0) if fork is None else fork.sequence
+        if self._fetch_newer(than, here, step=step):
+            if fork is not None:
+                first(self._ranks, "remote: fork", lambda: self._set_aside_from(fork))
             found = look_together(self._folder, self._ranks, files=False)
         while found:
             try:
@@ -102,6 +106,27 @@ class Homecoming:
         first(self._ranks, "remote: set aside", lambda: self._set_aside_others(chosen))
         for step in dict.fromkeys([chosen.step, *([best.step] if best is not None else [])]):
             self.remote.put(self._folder, step, ranks=self._ranks, tell=self._tell)
+
+    def _fork(self, found: Sequence[Checkpoint]) -> Manifest | None:
+        """Return the newest one there, where what is here does not follow from it.
+
+        Then another session had taken the prefix, and whatever this folder's last one went on to
+        commit here was never said to be saved.
+        """
+        there = [entry.manifest for entry in self.remote.entries if entry.manifest is not None]
+        newest = max(there, key=lambda manifest: manifest.sequence, default=None)
+        if newest is None:
+            return None
+        here = {e.manifest.sequence: identity_of(e.manifest) for e in found if e.manifest}
+        same = here.get(newest.sequence, identity_of(newest)) == identity_of(newest)
+        return None if same else newest
+
+    def _set_aside_from(self, fetched: Manifest) -> None:
+        for entry in checkpoints_in(self._folder):
+            manifest = entry.manifest
+            if manifest and manifest.sequence > fetched.sequence:
+                new_name = commit.set_aside(entry.path, disk=self._disk)
+                self._tell("set_aside", name=entry.name, new_name=new_name)
 
     def _fetch_newer(self, than: int, here: Sequence[Manifest], *, step: int | None) -> bool:
         """Fetch the newest whole one whose number is higher; tell whether there was one.

@@ -78,6 +78,11 @@ def find(
     ``home``: fetches from the remote, if there is one. ``ready``: called when all is known to be
     this run's. For the rest, and what it raises, see `Store.restore`.
     """
+    if not isinstance(choice, int) and choice not in ("newest", "fresh"):
+        raise UsageError(
+            f"{choice!r} cannot be restored: 'newest', 'fresh' or the number of a step can",
+            hint="load_state(folder / 'best') reads the best without going back to it.",
+        )
     step = choice if isinstance(choice, int) else None
     check = partial(
         check_choice,

@@ -29,10 +29,11 @@ class Retention:
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
         for item in fields(self):
-            if getattr(self, item.name) < 0:
-                raise ValueError(
-                    f"{item.name} is {getattr(self, item.name)}; it cannot be negative"
-                )
+            value = getattr(self, item.name)
+            if not isinstance(value, int):
+                raise ValueError(f"{item.name} is {value!r}; it must be a whole number")
+            if value < 0:
+                raise ValueError(f"{item.name} is {value}; it cannot be negative")
 
     def at_once(self, *, judged: bool) -> int:
         """Return how many checkpoints stand at once at the most; 0 where all are kept.

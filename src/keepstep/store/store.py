@@ -24,7 +24,7 @@ from keepstep.store.layout import LOCK_NAME
 from keepstep.store.line import Line
 from keepstep.store.lock import FolderLock
 from keepstep.store.manifest import Best, Facts, Manifest
-from keepstep.store.methods import CommitMethod, Saving
+from keepstep.store.methods import CommitMethod, Saving, is_files
 from keepstep.store.probe import probe
 from keepstep.store.ranks import OneRank, Ranks, first, together
 from keepstep.store.remote import ObjectStore, open_home
@@ -104,7 +104,7 @@ class Store:
         self._saving = Saving(
             retries=save_retries,
             verify_after_write=verify_after_write,
-            files=layout == "files",
+            files=is_files(layout),
             bounded_memory=bounded_memory,
         ).checked(commit_method, remote=bool(remote))
         self._on_event = on_event

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from keepstep.errors import Locked, OtherRun, SaveFailed
+from keepstep.errors import Locked, OtherRun, SaveFailed, UsageError
 from keepstep.store import list_checkpoints, verify
 from keepstep.store.remote import ObjectStore
 from tests.helpers.recording_objects import FailingObjects, OvertakenObjects
@@ -142,3 +142,44 @@ def test_what_was_never_said_to_be_saved_gives_way_to_what_was(tmp_path, memory,
         found = one.restore()
         assert (found.manifest.step, one.best.step) == (max((4, *more)), 4)
     assert (tmp_path / "one/aside/step_3").is_dir()
+
+
+@pytest.mark.parametrize("failed", [1, 2, 3])
+def test_what_an_overtaken_session_went_on_to_commit_here_gives_way(tmp_path, memory, failed):
+    """A loop that takes no notice of the error commits step after step, with higher numbers."""
+    with open_store(tmp_path / "one", memory, keep_last_n=0) as one:
+        one.restore()
+        save(one, 1)
+        with open_store(tmp_path / "two", memory) as two:
+            two.restore()
+            for step in range(2, 2 + failed):
+                with pytest.raises(Locked):
+                    save(one, step)
+            save(two, 9)
+    with open_store(tmp_path / "one", memory, keep_last_n=0) as one:
+        assert one.restore().manifest.step == 9
+        save(one, 10)
+    assert [entry.step for entry in list_checkpoints(tmp_path / "one")] == [1, 9, 10]
+
+
+def test_what_follows_from_the_newest_there_is_continued_though_it_is_not_there(tmp_path, memory):
+    with open_store(tmp_path / "one", memory) as one:
+        one.restore()
+        save(one, 1)
+    late = FailingObjects(memory, -1)
+    with open_store(tmp_path / "one", late, save_retries=0) as one:
+        one.restore()
+        late.at = late.count + 1
+        with pytest.raises(SaveFailed):
+            save(one, 2)
+    with open_store(tmp_path / "one", memory) as one:
+        assert one.restore().manifest.step == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://me:secret@bucket/x", "file:///x?key=secret", "relative/path", "file://a b"]
+)
+def test_what_is_no_plain_address_is_refused_and_not_repeated(url):
+    with pytest.raises(UsageError, match="is no address") as told:
+        ObjectStore(url)
+    assert "secret" not in str(told.value)

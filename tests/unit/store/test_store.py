@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -175,6 +176,44 @@ def test_a_folder_with_checkpoints_is_not_saved_into_before_it_was_looked_at(tmp
             store.restore("fresh")
         with pytest.raises(NotFound, match="step 7"):
             store.restore(7)
+
+
+@pytest.mark.parametrize("choice", ["best", "2", "oldest", None])
+def test_what_cannot_be_restored_is_not_taken_for_the_newest(tmp_path, choice):
+    save(tmp_path, {"w": torch.ones(1)})
+    with Store(tmp_path) as store, pytest.raises(UsageError, match="cannot be restored"):
+        store.restore(choice)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"layout": "file"}, "layout is 'file'"),
+        ({"commit_method": "renam"}, "commit_method is 'renam'"),
+        ({"save_retries": -1}, "save_retries is -1"),
+        ({"save_retries": "x"}, "save_retries is 'x'"),
+        ({"keep_last_n": "3"}, "keep_last_n is '3'"),
+        ({"keep_last_n": 2.5}, "keep_last_n is 2.5"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(tmp_path, wrong, text):
+    with pytest.raises((UsageError, ValueError), match=text):
+        Store(tmp_path, **wrong)
+
+
+def test_a_folder_that_was_deleted_and_made_anew_is_not_saved_into(tmp_path):
+    folder = tmp_path / "run"
+    with Store(folder) as first:
+        first.restore()
+        first.save({"w": torch.ones(1)}, step=1)
+        shutil.rmtree(folder)
+        with pytest.raises(Locked, match="was deleted or replaced"):
+            first.save({"w": torch.ones(1)}, step=2)
+        folder.mkdir()
+        (folder / "lock").write_text("another session's")
+        with pytest.raises(Locked, match="was deleted or replaced"):
+            first.save({"w": torch.ones(1)}, step=2)
+    assert list(folder.iterdir()) == [folder / "lock"]
 
 
 def test_another_identity_is_refused_with_the_difference_before_anything_moves(tmp_path):
