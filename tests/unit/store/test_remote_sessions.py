@@ -167,11 +167,13 @@ def test_what_follows_from_the_newest_there_is_continued_though_it_is_not_there(
         one.restore()
         save(one, 1)
     late = FailingObjects(memory, -1)
-    with open_store(tmp_path / "one", late, save_retries=0) as one:
+    with open_store(tmp_path / "one", late, save_retries=0, keep_last_n=1) as one:
         one.restore()
         late.at = late.count + 1
         with pytest.raises(SaveFailed):
             save(one, 2)
+    # What it follows from has gone here, and is what stands there.
+    assert [entry.step for entry in list_checkpoints(tmp_path / "one")] == [2]
     with open_store(tmp_path / "one", memory) as one:
         assert one.restore().manifest.step == 2
 
