@@ -41,6 +41,8 @@ _EXTRAS = {
     "language": ("transformers", "tokenizers"),
     "optim": ("pytorch_optimizer", "schedulefree"),
     "remote": ("fsspec", "s3fs"),
+    "report": ("matplotlib", "plotext"),
+    "trackers": ("tensorboard", "wandb", "trackio"),
 }
 _OPEN_FILES_MIN = 1024
 """What systems allow by default; libraries and the shards of a resume need some hundred."""
@@ -272,7 +274,8 @@ def _tried(config: Config, place: Path) -> Iterator[Check]:
     yield Check(
         name="clock",
         state="warn" if skewed else "ok",
-        text=f"a new file's time is {tried.skew_seconds:+.1f} s from this machine's",
+        # No `-0.0`.
+        text=f"a new file's time is {round(tried.skew_seconds, 1) + 0:+.1f} s from this machine's",
         hint="Mend the clocks (NTP): times in manifests and journals come from both." * skewed,
     )
 
