@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 
 from keepstep import __version__
@@ -51,14 +51,30 @@ commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code, or leave with it at once if a thread hangs."""
+    """Run the command; return the exit code, or leave with it at once if a thread hangs.
+
+    With `argv` Python goes on afterwards, and hears signals as before; without, it ends.
+    """
     try:
-        return ended(_answered(argv))
+        with _signals_as_before() if argv is not None else contextlib.nullcontext():
+            return ended(_answered(argv))
     except Exception:
         if must_leave():
             traceback.print_exc()
             ended(1)
         raise
+
+
+@contextlib.contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Put back what `train` leaves ignored for the end of the process."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _answered(argv: Sequence[str] | None) -> int:

@@ -1,6 +1,7 @@
 """The first word, and how an error leaves: a message and a code, never a traceback."""
 
 import errno
+import signal
 
 import pytest
 
@@ -84,3 +85,10 @@ def test_the_version_is_the_packages(capsys):
 def test_a_mistyped_command_is_told_what_was_probably_meant(capsys, words, near):
     assert command.main(words) == 2
     assert f"did you mean {near}?" in capsys.readouterr().err
+
+
+def test_a_command_called_from_python_leaves_the_signals_as_they_were(tmp_path, capsys):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert command.main(["train", str(tmp_path / "none.toml")]) == 2
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert "none.toml" in capsys.readouterr().err
