@@ -60,7 +60,7 @@ def test_a_rollback_is_durable_before_the_next_step_is_taken(rolled_back):
     journal = [
         (number, line.split()[1])
         for number, line in enumerate(rolled_back.operations, 1)
-        if line.endswith("journal.jsonl") and "open" not in line
+        if line.endswith("journal.jsonl") and "open" not in line.split()[1]
     ]
     told = [bool(events(rolled_back.copies / str(number), "rollback")) for number, _ in journal]
     durable = told.index(True)
