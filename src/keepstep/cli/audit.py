@@ -26,7 +26,7 @@ def run_audit(argv: Sequence[str]) -> int:
     flags, command = words[:at], words[at + 1 :]
 
     def audit(
-        folder: Annotated[Path, tyro.conf.Positional],
+        folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
         *,
         judge: str = "",
         check: str = "",
