@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from keepstep.config.schema import Config
 from keepstep.run import examine
 from keepstep.store import Store
 from keepstep.store.lock import FolderLock, who_holds
+from tests.helpers.command import ROOT
 from tests.unit.store.test_rehearsal import small_disk
 
 __all__ = ["small_disk"]
@@ -59,6 +61,14 @@ def in_a_child(code: str, before: str) -> str:
     return done.stdout
 
 
+def test_every_extra_that_a_user_can_install_is_looked_at():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # Nothing imports those of the weather task yet.
+    wanted = set(project["optional-dependencies"]) - {"dev", "weather"}
+    named = {words.split()[0] for words in examine._extras().text.split(", ")}
+    assert wanted <= named, examine._extras().text
+
+
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
     saved(tmp_path)
     before = listing(tmp_path)
@@ -67,6 +77,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
         ("folder", "commit", "clock", "room"), "ok"
     )
     assert found["commit"].text == "by rename; hard links"
+    assert " -0.0 s" not in found["clock"].text
     assert "kB, of which 3 may come before one goes" in found["room"].text
     assert listing(tmp_path) == before
 
