@@ -102,6 +102,11 @@ class Session:
         """Send a signal to the command itself."""
         os.kill(self.process.pid, number)
 
+    def wait_until_frozen(self) -> None:
+        """Return when the command, a child of this process, is stopped by a signal."""
+        found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert found is not None and found.si_code == os.CLD_STOPPED, self.output
+
     def kill_group(self) -> None:
         """Kill the command and everything it started."""
         try:

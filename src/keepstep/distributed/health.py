@@ -9,6 +9,8 @@ Guarantees:
    a request to it has no deadline, so one thread asks and another one watches the clock.
 4. No rank leaves before every other one that lives has heard how the run ends: with the rank that
    holds the rendezvous store, its words would go too.
+5. Time in which this process was frozen itself is nobody's silence: a job that is suspended as a
+   whole, and goes on, loses nobody.
 
 Each rank tells the rendezvous store every second that it is alive and what it is doing, and
 watches the next rank in a ring, so the store has a few requests a second from each. What someone
@@ -74,7 +76,8 @@ class Health(threading.Thread):
         self._store_host = store_host
         self._host = socket.gethostname()
         self._asker = threading.Thread(target=self._ask, name="keepstep-beat", daemon=True)
-        self._answered = time.monotonic()
+        self._awake = 0.0
+        self._answered = 0.0
         self._over = threading.Event()
         self._verdict: dict[str, Any] | None = None
         self._found = threading.Event()
@@ -83,7 +86,6 @@ class Health(threading.Thread):
 
     def __enter__(self) -> Self:
         """Begin to watch."""
-        self._answered = time.monotonic()
         self._asker.start()
         self.start()
         return self
@@ -104,6 +106,7 @@ class Health(threading.Thread):
         self.join()
         while self._asker.is_alive() and self._silence_of_store() <= self._deadline_seconds:
             self._asker.join(_BEAT_SECONDS)
+            self._awake += _BEAT_SECONDS
 
     def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
         """Call `on_lost(error)` before the process is left because the main thread is blocked."""
@@ -137,6 +140,7 @@ class Health(threading.Thread):
     def run(self) -> None:
         """Look at the clock until this rank is done or someone is lost."""
         while not self._over.wait(_BEAT_SECONDS):
+            self._awake += _BEAT_SECONDS
             silent = self._silence_of_store()
             if not self._found.is_set() and silent > self._deadline_seconds:
                 self._lose_store(f"has not answered for {silent:.0f} s")
@@ -147,11 +151,12 @@ class Health(threading.Thread):
     def _ask(self) -> None:
         """Beat, watch and listen until this rank is done or someone is lost; then part."""
         try:
-            while not self._found.is_set() and not self._over.wait(_BEAT_SECONDS):
+            while not self._found.is_set() and not self._over.is_set():
                 self._beat(self.phase)
                 self._watch()
                 self._listen()
-                self._answered = time.monotonic()
+                self._answered = self._awake
+                self._over.wait(_BEAT_SECONDS)
         except RuntimeError as error:
             self._lose_store(f"is gone ({error})")
             return
@@ -162,7 +167,8 @@ class Health(threading.Thread):
             return
 
     def _silence_of_store(self) -> float:
-        return time.monotonic() - self._answered
+        """Return how long it has not answered, on a clock that stands while this process does."""
+        return self._awake - self._answered
 
     def _lose_store(self, what: str) -> None:
         # It lives in the first rank, or in its launcher.
@@ -185,7 +191,7 @@ class Health(threading.Thread):
                 return
             except DistStoreError:
                 # Not all have parted yet. One that is silent never will.
-                self._answered = time.monotonic()
+                self._answered = self._awake
                 waiting = [
                     other for other in waiting if self._hear(other)[1] <= self._deadline_seconds
                 ]
@@ -207,7 +213,7 @@ class Health(threading.Thread):
         """Return the last beat of another rank, and how many seconds it has stayed the last."""
         key = f"beat/{other}"
         beat = self._store.get(key).decode() if self._store.check([key]) else "{}"
-        now = time.monotonic()
+        now = self._awake
         if other not in self._last_seen or self._last_seen[other][0] != beat:
             self._last_seen[other] = (beat, now)
         return json.loads(beat), now - self._last_seen[other][1]

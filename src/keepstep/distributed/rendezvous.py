@@ -5,6 +5,8 @@ Guarantees:
    the missing ones.
 2. No wait is without a deadline, also where who holds the rendezvous store is frozen: a thread
    asks it, and the main thread watches the clock.
+3. From the moment when all are there nobody waits for the network: a connection has been seen to
+   take five seconds, and a rank that is late to tell of itself is taken for lost.
 
 Without this a rank that never started would be a hang of half an hour, and then an address without
 a name.
@@ -69,44 +71,42 @@ class Rendezvous:
 
     def _come(self) -> tuple[Any, Any]:
         until = time.monotonic() + self.within_seconds
-        store = self._first_connection()
+        store, another = self._connection(self.holds_store), self._connection(False)
         store.set(f"here/{self.rank}", "")
         if store.add("here", 1) == self.size:
             store.set(_FATE, _ALL)
         left = max(until - time.monotonic(), 0.001)
         try:
             self._hear(store, timedelta(seconds=left))
-            return store, self._connect(COLLECTIVE_DEADLINE)
+            return store, another
         except RuntimeError as error:
             raise self._no_store(f"is gone ({error})") from error
 
-    def _first_connection(self) -> Any:
-        """Return a connection as soon as somebody holds the store."""
+    def _connection(self, holds_store: bool) -> Any:
+        """Return a connection as soon as somebody holds the store.
+
+        Each attempt has keys of its own: a launcher that starts lost ranks again keeps its store,
+        in which torch's own rendezvous would find the addresses of the dead and the verdict on
+        them.
+        """
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
         try:
-            store = self._connect(
-                timedelta(seconds=self.within_seconds), holds_store=self.holds_store
+            store = TCPStore(
+                self.host,
+                self.port,
+                is_master=holds_store,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self.within_seconds),
             )
         except RuntimeError as error:
-            if self.holds_store:
+            if holds_store:
                 raise UsageError(
                     f"rank 0 cannot hold the rendezvous store on port {self.port}: {error}",
                     hint="Set MASTER_PORT to a port that is free.",
                 ) from error
             raise self._no_store(f"did not come ({error})") from error
         store.set_timeout(COLLECTIVE_DEADLINE)
-        return store
-
-    def _connect(self, timeout: timedelta, *, holds_store: bool = False) -> Any:
-        """Return a connection to the store, in which each attempt has keys of its own.
-
-        A launcher that starts lost ranks again keeps its store, in which torch's own rendezvous
-        would find the addresses of the dead and the verdict on them.
-        """
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-        store = TCPStore(
-            self.host, self.port, is_master=holds_store, wait_for_workers=False, timeout=timeout
-        )
         return PrefixStore(f"keepstep/{self.attempt}", store)
 
     def _hear(self, store: Any, left: timedelta) -> None:
