@@ -113,18 +113,21 @@ def test_a_frozen_rank_is_named_and_all_others_end(config, two_ranks, tmp_path, 
 
 def test_a_job_that_is_suspended_as_a_whole_loses_nobody(config, two_ranks, tmp_path):
     """For longer than a lost rank is waited for, as a scheduler does it; and one wakes up first."""
-    acts = [{"when": "forward", "step": 5, "do": "SIGSTOP", "rank": rank} for rank in (0, 1)]
+    freeze = {"when": "forward", "do": "SIGSTOP"}
+    acts = [{**freeze, "step": step, "rank": rank} for step in (5, 7) for rank in (0, 1)]
     words = (config, f"--checkpoint.dir={tmp_path}", "--distributed.lost_after=5s", ACT)
     with World(2, *words, extra=hooks.acting(*acts)) as world:
         first, other = world.ranks
-        for session in (first, other):
-            session.wait_until_frozen()
-        with pytest.raises(subprocess.TimeoutExpired):
-            first.process.wait(6)
-        other.signal(signal.SIGCONT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.process.wait(1.5)
-        first.signal(signal.SIGCONT)
+        # One who thinks in the first that the other is lost leaves in the second.
+        for _ in range(2):
+            for session in (first, other):
+                session.wait_until_frozen()
+            with pytest.raises(subprocess.TimeoutExpired):
+                first.process.wait(6)
+            other.signal(signal.SIGCONT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.process.wait(1.5)
+            first.signal(signal.SIGCONT)
         assert world.end() == [0, 0], world.output
     assert_same_as(tmp_path, two_ranks)
 
