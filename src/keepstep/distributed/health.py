@@ -33,6 +33,8 @@ from keepstep.errors import KeepstepError, Unhealthy
 
 _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 4.0
+_FIND_SECONDS = 5.0
+"""What finding a lost rank takes beyond the deadline: beats are counted whole, and then heard."""
 _VERDICT = "verdict"
 _DONE = "done"
 
@@ -115,11 +117,11 @@ class Health(threading.Thread):
     def explain(self, error: BaseException) -> BaseException:
         """Return the error that ends the run, given what this rank sees: the cause, if it is known.
 
-        Waits up to the deadline for someone to find out who is lost, if a collective failed.
+        Waits past the deadline for someone to find out who is lost, if a collective failed.
         """
         if not is_collective_failure(error):
             return error
-        self._found.wait(self._deadline_seconds + 2 * _BEAT_SECONDS)
+        self._found.wait(self._deadline_seconds + _FIND_SECONDS)
         if self._verdict is not None:
             return as_error(self._verdict)
         return Unhealthy(f"a collective failed on rank {self._rank} ({self._host}): {error}")
