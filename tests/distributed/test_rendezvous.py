@@ -27,6 +27,19 @@ except KeepstepError as error:
     print("ERROR", error, flush=True)
     sys.exit(error.exit_code)
 """
+# At the second connection to the store of rank 1.
+AT_SECOND = """
+import os, signal, sys, threading
+import torch._C._distributed_c10d as c10d
+
+def connect(*words, **settings):
+    made.append(true_store(*words, **settings))
+    if os.environ["RANK"] == "1" and len(made) == 2:
+        {act}
+    return made[-1]
+
+made, true_store, c10d.TCPStore = [], c10d.TCPStore, connect
+"""
 # Between the rendezvous and the process group, as the machine or the scheduler may do it.
 LOSE_THE_LAST = """
 import os, signal
@@ -126,3 +139,21 @@ def test_a_rank_that_is_lost_before_the_first_collective_is_named(config, tmp_pa
 def test_ranks_that_all_come_go_on():
     for code, output in run_code(2, MEET, "20s"):
         assert (code, output) == (0, "all are there\n")
+
+
+def test_a_rank_whose_connection_takes_longer_than_a_lost_one_is_waited_for_is_not_lost():
+    """Nine seconds: one that is lost is found after two, and four later the process is left."""
+    slow = AT_SECOND.format(act="threading.Event().wait(9)")
+    for code, output in run_code(2, slow + MEET, "60s"):
+        assert (code, output) == (0, "all are there\n")
+
+
+def test_a_store_that_dies_before_a_rank_has_said_that_it_is_there_is_named():
+    port = free_port()
+    with warm.WarmSession("60s", extra=place_of(0, 2, port), code=MEET) as first:
+        kill = AT_SECOND.format(act="os.kill(int(sys.argv[2]), signal.SIGKILL)")
+        job = warm.Job(("60s", first.process.pid), place_of(1, 2, port), kill + MEET)
+        (done,) = warm.run_together([job])
+        assert first.end() == -signal.SIGKILL
+    assert done.returncode == 7, done.stdout
+    assert f"the rendezvous store on 127.0.0.1:{port}" in done.stdout

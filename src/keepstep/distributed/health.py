@@ -33,8 +33,11 @@ from keepstep.errors import KeepstepError, Unhealthy
 
 _BEAT_SECONDS = 1.0
 _LEAVE_SECONDS = 4.0
-_FIND_SECONDS = 5.0
-"""What finding a lost rank takes beyond the deadline: beats are counted whole, and then heard."""
+_AWAKE_SECONDS = 1.5 * _BEAT_SECONDS
+"""More than this between two looks at the clock was not spent awake."""
+_FIND_SECONDS = 5 * _BEAT_SECONDS
+"""How long after the deadline all know who is lost: a beat each until the last sign of it is seen,
+until its silence is, and until others hear of that; and two more on a busy machine."""
 _VERDICT = "verdict"
 _DONE = "done"
 
@@ -78,6 +81,7 @@ class Health(threading.Thread):
         self._store_host = store_host
         self._host = socket.gethostname()
         self._asker = threading.Thread(target=self._ask, name="keepstep-beat", daemon=True)
+        self._looked = 0.0
         self._awake = 0.0
         self._answered = 0.0
         self._over = threading.Event()
@@ -88,6 +92,7 @@ class Health(threading.Thread):
 
     def __enter__(self) -> Self:
         """Begin to watch."""
+        self._looked = time.monotonic()
         self._asker.start()
         self.start()
         return self
@@ -108,7 +113,7 @@ class Health(threading.Thread):
         self.join()
         while self._asker.is_alive() and self._silence_of_store() <= self._deadline_seconds:
             self._asker.join(_BEAT_SECONDS)
-            self._awake += _BEAT_SECONDS
+            self._look_at_clock()
 
     def leave_with(self, on_lost: Callable[[KeepstepError], None]) -> None:
         """Call `on_lost(error)` before the process is left because the main thread is blocked."""
@@ -142,7 +147,7 @@ class Health(threading.Thread):
     def run(self) -> None:
         """Look at the clock until this rank is done or someone is lost."""
         while not self._over.wait(_BEAT_SECONDS):
-            self._awake += _BEAT_SECONDS
+            self._look_at_clock()
             silent = self._silence_of_store()
             if not self._found.is_set() and silent > self._deadline_seconds:
                 self._lose_store(f"has not answered for {silent:.0f} s")
@@ -167,6 +172,11 @@ class Health(threading.Thread):
         except RuntimeError:
             # Who held the store has left: nobody is waiting for this rank any more.
             return
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        self._awake += min(now - self._looked, _AWAKE_SECONDS)
+        self._looked = now
 
     def _silence_of_store(self) -> float:
         """Return how long it has not answered, on a clock that stands while this process does."""

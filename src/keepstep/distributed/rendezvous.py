@@ -72,11 +72,11 @@ class Rendezvous:
     def _come(self) -> tuple[Any, Any]:
         until = time.monotonic() + self.within_seconds
         store, another = self._connection(self.holds_store), self._connection(False)
-        store.set(f"here/{self.rank}", "")
-        if store.add("here", 1) == self.size:
-            store.set(_FATE, _ALL)
-        left = max(until - time.monotonic(), 0.001)
         try:
+            store.set(f"here/{self.rank}", "")
+            if store.add("here", 1) == self.size:
+                store.set(_FATE, _ALL)
+            left = max(until - time.monotonic(), 0.001)
             self._hear(store, timedelta(seconds=left))
             return store, another
         except RuntimeError as error:
